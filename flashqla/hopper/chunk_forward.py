@@ -24,10 +24,11 @@ _E.wgmma_accum_regs = property(lambda self: self.wgmma_num_inst_m * self.warp_co
 def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages=3, registers=None):
     """..."""
     DK, DV, BV, ST = head_dim_k, head_dim_v, block_dv, stages
+    limit = 60.0 if dtype == "bfloat16" else -1.0
     SPLITS = DV // BV
     CHAINS = BV // ROWS  # chain warpgroups
     THREADS = 128 * (CHAINS + 2)
-    chain_regs, output_regs, producer_regs = registers or ((168, 152, 24) if CHAINS == 2 else (216, 208, 40))
+    chain_regs, output_regs, producer_regs = registers or ((208, 72, 24) if CHAINS == 2 else (232, 128, 40))
     f32, i32 = "float32", "int32"
     FULL_ROW = T.GemmWarpPolicy.FullRow
     tokens, H, HV, N, slots = T.dynamic("tokens, H, HV, N, slots")
@@ -43,6 +44,77 @@ def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages
             forward_thread_fn=lambda c, r: (r // 16) * 32 + (r % 8) * 4 + (c % 8) // 2,
             forward_index_fn=lambda c, r: (c // 8) * 4 + ((r % 16) // 8) * 2 + c % 2,
         )
+
+    @T.macro
+    def arrive(barrier, index, lane):
+        T.sync_warp()
+        if lane == 0:
+            T.barrier_arrive(barrier[index])
+
+    @T.macro
+    def load_v(st, V, v0_s, v1_s, v2_s):
+        # One buffer a stage: TileLang's ldmatrix copy ignores the offset of a slice.
+        if st == 0:
+            T.copy(v0_s, V)
+        elif st == 1:
+            T.copy(v1_s, V)
+        else:
+            T.copy(v2_s, V)
+
+    @T.macro
+    def load(i, V, f, special, v0_s, v1_s, v2_s, gx_s):
+        load_v(i % ST, V, v0_s, v1_s, v2_s)
+        T.copy(gx_s[i % ST, 0, :], f)
+        special[0] = gx_s[i % ST, 5, 0]
+
+    @T.macro
+    def begin(i, S, Sb, U, k_s):
+        T.copy(S, Sb)
+        T.wgmma_gemm(Sb, k_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+
+    @T.macro
+    def middle(i, S, Sb, U, O, W, Ub, V, f, q_s, k_s, a_s, p_s, p_full):
+        for r, c in T.Parallel(BV, C):
+            W[r, c] = V[c, r] * f[c] - U[r, c]
+        T.wgmma_gemm(W, a_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+        T.wgmma_gemm(Sb, q_s[i % ST, :, :], O, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+        T.wait_wgmma(1)
+        T.copy(U, Ub)
+        T.wgmma_gemm(Ub, k_s[i % ST, :, :], S, policy=FULL_ROW)
+        T.barrier_wait(p_full[0], i % 2)
+        T.wait_wgmma(1)
+        T.wgmma_gemm(Ub, p_s, O, transpose_B=True, policy=FULL_ROW)
+
+    @T.macro
+    def middle_special(i, S, Sb, U, O, W, Ub, V, f, y, q_s, k_s, a_s, p_s, gx_s, p_full):
+        for r, c in T.Parallel(BV, C):
+            W[r, c] = V[c, r] * f[c] - gx_s[i % ST, 2, c] * U[r, c]
+        y[0] = gx_s[i % ST, 5, 1]
+        for r, c in T.Parallel(BV, DK):
+            S[r, c] *= y[0]
+        T.wgmma_gemm(Sb, q_s[i % ST, :, :], O, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+        T.wgmma_gemm(W, a_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+        T.wait_wgmma(0)
+        for r, c in T.Parallel(BV, C):
+            O[r, c] *= gx_s[i % ST, 2, c]
+        T.copy(U, Ub)
+        T.barrier_wait(p_full[0], i % 2)
+        T.wgmma_gemm(Ub, p_s, O, transpose_B=True, policy=FULL_ROW)
+        T.wait_wgmma(0)
+        for r, c in T.Parallel(BV, C):
+            Ub[r, c] = U[r, c] * gx_s[i % ST, 3, c]
+        T.wgmma_gemm(Ub, k_s[i % ST, :, :], S, policy=FULL_ROW)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def store(i, O, Ot, gx_s, o_s, free, o_full, o_free, lane):
+        T.barrier_wait(o_free[0], (i + 1) % 2)
+        for c, r in T.Parallel(C, BV):
+            Ot[c, r] = O[r, c] * gx_s[i % ST, 1, c]
+        T.copy(Ot, o_s)
+        T.fence_proxy_async()
+        arrive(o_full, 0, lane)
+        arrive(free, i % ST, lane)
 
     @T.prim_func
     def chunk_forward(
@@ -60,15 +132,14 @@ def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages
         has_final: T.int32,
     ):
         with T.Kernel(N * HV * SPLITS, threads=THREADS) as bid:
-            q_s0 = T.alloc_shared((C, DK), dtype)
-            q_s1 = T.alloc_shared((C, DK), dtype)
+            q_s = T.alloc_shared((ST, C, DK), dtype)
             k_s = T.alloc_shared((ST, C, DK), dtype)
-            v_s0 = T.alloc_shared((C, BV), dtype)
-            v_s1 = T.alloc_shared((C, BV), dtype)
+            v0_s = T.alloc_shared((C, BV), dtype)
+            v1_s = T.alloc_shared((C, BV), dtype)
+            v2_s = T.alloc_shared((C, BV), dtype)
             a_s = T.alloc_shared((ST, C, C), dtype)
             gx_s = T.alloc_shared((ST, 6, C), f32, scope="shared")
-            s_s = T.alloc_shared((BV, DK), dtype)
-            u_s = T.alloc_shared((BV, C), dtype)
+            p_s = T.alloc_shared((C, C), dtype)
             o_s = T.alloc_shared((C, BV), dtype)
 
             S = T.alloc_fragment((BV, DK), f32)
@@ -77,38 +148,39 @@ def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages
             W = T.alloc_fragment((BV, C), dtype)
             Vt = T.alloc_fragment((C, BV), dtype)
             Ub = T.alloc_fragment((BV, C), dtype)
-            Ud = T.alloc_fragment((BV, C), dtype)
+            f = T.alloc_fragment((C,), f32)
+            Ot = T.alloc_fragment((C, BV), dtype)
+            special = T.alloc_local((1,), f32)
+            lc = T.alloc_local((1,), f32)
+            decays = T.alloc_local((1,), f32)
+            fresh = T.alloc_local((1,), f32)
+            c0 = T.alloc_local((1,), f32)
+            G = T.alloc_local((2,), f32)
+            lk = T.alloc_local((2,), f32)
             gC = T.alloc_local((1,), f32)
-            Q = T.alloc_fragment((C, DK), dtype)
             P = T.alloc_fragment((C, C), f32)
             Pb = T.alloc_fragment((C, C), dtype)
-            O = T.alloc_fragment((C, BV), f32)
+            O = T.alloc_fragment((BV, C), f32)
 
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
-            free = T.alloc_barrier(arrive_count=[128 * (CHAINS + 1)] * ST)
-            q_full = T.alloc_barrier(arrive_count=[32] * 2)
-            q_free = T.alloc_barrier(arrive_count=[128] * 2)
-            v_full = T.alloc_barrier(arrive_count=[32] * 3)
-            v_free = T.alloc_barrier(arrive_count=[128 * CHAINS] * 2)
-            s_full = T.alloc_barrier(arrive_count=[128 * CHAINS])
-            s_free = T.alloc_barrier(arrive_count=[128])
-            u_full = T.alloc_barrier(arrive_count=[128 * CHAINS])
-            u_free = T.alloc_barrier(arrive_count=[128])
-            o_full = T.alloc_barrier(arrive_count=[128])
+            free = T.alloc_barrier(arrive_count=[4 * (CHAINS + 1)] * ST)
+            p_full = T.alloc_barrier(arrive_count=[4])
+            o_full = T.alloc_barrier(arrive_count=[4 * CHAINS])
             o_free = T.alloc_barrier(arrive_count=[32])
 
             T.annotate_layout(
                 {
                     Vt: transposed(BV, C),
-                    q_s0: make_full_bank_swizzled_layout(q_s0),
-                    q_s1: make_full_bank_swizzled_layout(q_s1),
-                    v_s0: make_full_bank_swizzled_layout(v_s0),
-                    v_s1: make_full_bank_swizzled_layout(v_s1),
+                    Ot: transposed(BV, C),
+                    v0_s: make_full_bank_swizzled_layout(v0_s),
+                    v1_s: make_full_bank_swizzled_layout(v1_s),
+                    v2_s: make_full_bank_swizzled_layout(v2_s),
                     o_s: make_full_bank_swizzled_layout(o_s),
                 }
             )
 
             tx = T.get_thread_binding()
+            lane = tx % 32
             i_n = T.alloc_var(i32)
             i_h = T.alloc_var(i32)
             i_k = T.alloc_var(i32)
@@ -134,110 +206,118 @@ def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages
                         S[r, c] = initial[i_n, i_h, c, v0 + r]
                 else:
                     T.clear(S)
-                for i in T.serial(n):
-                    st = i % ST
-                    T.copy(S, Sb)
-                    T.barrier_wait(full[st], (i // ST) % 2)
-                    T.wgmma_gemm(Sb, k_s[st, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-                    T.barrier_wait(s_free[0], (i + 1) % 2)
-                    T.copy(Sb, s_s)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(s_full[0])
-                    gC[0] = gx_s[st, 0, C - 1]
+                gC[0] = 1.0
+                if n > 0:
+                    T.barrier_wait(full[0], 0)
+                    load(0, Vt, f, special, v0_s, v1_s, v2_s, gx_s)
+                    begin(0, S, Sb, U, k_s)
                     T.wait_wgmma(0)
-                    T.barrier_wait(v_full[i % 2], (i // 2) % 2)
-                    if i % 2 == 0:
-                        T.copy(v_s0, Vt)
+                    for i in T.serial(n - 1):
+                        if special[0] != 0:
+                            middle_special(i, S, Sb, U, O, W, Ub, Vt, f, gC, q_s, k_s, a_s, p_s, gx_s, p_full)
+                            T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
+                            begin(i + 1, S, Sb, U, k_s)
+                        else:
+                            middle(i, S, Sb, U, O, W, Ub, Vt, f, q_s, k_s, a_s, p_s, p_full)
+                            T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
+                            T.wait_wgmma(1)
+                            begin(i + 1, S, Sb, U, k_s)
+                            T.wait_wgmma(1)
+                        store(i, O, Ot, gx_s, o_s, free, o_full, o_free, lane)
+                        load(i + 1, Vt, f, special, v0_s, v1_s, v2_s, gx_s)
+                        T.wait_wgmma(0)
+                    if special[0] != 0:
+                        middle_special(n - 1, S, Sb, U, O, W, Ub, Vt, f, gC, q_s, k_s, a_s, p_s, gx_s, p_full)
                     else:
-                        T.copy(v_s1, Vt)
-                    T.barrier_arrive(v_free[i % 2])
-                    for r, c in T.Parallel(BV, C):
-                        W[r, c] = Vt[c, r] - gx_s[st, 1, c] * U[r, c]
-                    T.wgmma_gemm(W, a_s[st, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-                    for r, c in T.Parallel(BV, DK):
-                        S[r, c] *= gC[0]
-                    T.wait_wgmma(0)
-                    for r, c in T.Parallel(BV, C):
-                        Ud[r, c] = U[r, c] * gx_s[st, 2, c]
-                    T.wgmma_gemm(Ud, k_s[st, :, :], S, policy=FULL_ROW)
-                    for r, c in T.Parallel(BV, C):
-                        Ub[r, c] = U[r, c]
-                    T.barrier_wait(u_free[0], (i + 1) % 2)
-                    T.copy(Ub, u_s)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(u_full[0])
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(free[st])
+                        middle(n - 1, S, Sb, U, O, W, Ub, Vt, f, q_s, k_s, a_s, p_s, p_full)
+                        T.wait_wgmma(0)
+                    gC[0] = gx_s[(n - 1) % ST, 5, 3]
+                    store(n - 1, O, Ot, gx_s, o_s, free, o_full, o_free, lane)
                 if has_final != 0:
                     for r, c in T.Parallel(BV, DK):
-                        final[i_n, i_h, c, v0 + r] = S[r, c]
+                        final[i_n, i_h, c, v0 + r] = S[r, c] * gC[0]
             elif tx < 128 * (CHAINS + 1):
-                T.set_max_nreg(output_regs, 1)
+                T.set_max_nreg(output_regs, 0)
                 for i in T.serial(n):
                     st = i % ST
-                    T.barrier_wait(q_full[i % 2], (i // 2) % 2)
-                    if i % 2 == 0:
-                        T.copy(q_s0, Q)
-                    else:
-                        T.copy(q_s1, Q)
-                    T.barrier_arrive(q_free[i % 2])
                     T.barrier_wait(full[st], (i // ST) % 2)
-                    T.wgmma_gemm(Q, k_s[st, :, :], P, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-                    T.barrier_wait(s_full[0], i % 2)
-                    T.wgmma_gemm(Q, s_s, O, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-                    T.wait_wgmma(1)
+                    T.wgmma_gemm(q_s[st, :, :], k_s[st, :, :], P, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+                    T.wait_wgmma(0)
+                    if gx_s[st, 5, 0] != 0:
+                        for x, y in T.Parallel(C, C):
+                            P[x, y] *= T.exp2(gx_s[st, 4, x] - gx_s[st, 4, y])
                     for x, y in T.Parallel(C, C):
-                        P[x, y] = T.if_then_else(x >= y, P[x, y] * T.exp2(gx_s[st, 4, x] - gx_s[st, 5, y]), 0.0)
-                    T.copy(P, Pb)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(s_free[0])
-                    for x, y in T.Parallel(C, BV):
-                        O[x, y] *= gx_s[st, 3, x]
-                    T.barrier_arrive(free[st])
-                    T.barrier_wait(u_full[0], i % 2)
-                    T.wgmma_gemm(Pb, u_s, O, transpose_B=True, policy=FULL_ROW)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(u_free[0])
-                    T.barrier_wait(o_free[0], (i + 1) % 2)
-                    T.copy(O, o_s)
+                        Pb[x, y] = T.Select(x >= y, P[x, y], T.float32(0))
+                    if i > 0:
+                        T.barrier_wait(free[(i - 1) % ST], ((i - 1) // ST) % 2)
+                    T.copy(Pb, p_s)
                     T.fence_proxy_async()
-                    T.barrier_arrive(o_full[0])
+                    arrive(p_full, 0, lane)
+                    arrive(free, st, lane)
             else:
                 T.set_max_nreg(producer_regs, 0)
                 base = 128 * (CHAINS + 1)
-                lane = tx % 32
                 if tx < base + 32:
                     for i in T.serial(n):
                         st = i % ST
+                        t0 = start + i * C
                         valid = length - i * C
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
                         land = T.if_then_else(valid >= C, st, ST)
-                        T.tma_copy(k[start + i * C : start + i * C + C, i_k, 0:DK], k_s[st, :, :], barrier=full[land])
+                        T.tma_copy(k[t0 : t0 + C, i_k, 0:DK], k_s[st, :, :], barrier=full[land])
+                        T.tma_copy(q[t0 : t0 + C, i_k, 0:DK], q_s[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot0 + i, i_h, 0:C, 0:C], a_s[st, :, :], barrier=full[land])
+                        if st == 0:
+                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v0_s, barrier=full[land])
+                        elif st == 1:
+                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v1_s, barrier=full[land])
+                        else:
+                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v2_s, barrier=full[land])
                         T.barrier_arrive(full[land])
                         if valid < C:
                             T.barrier_wait(full[ST], 0)
                             for r in T.serial(C - valid):
                                 for c in T.Parallel(DK):
                                     k_s[st, valid + r, c] = 0
+                                for c in T.Parallel(BV):
+                                    if st == 0:
+                                        v0_s[valid + r, c] = 0
+                                    elif st == 1:
+                                        v1_s[valid + r, c] = 0
+                                    else:
+                                        v2_s[valid + r, c] = 0
                             T.fence_proxy_async()
                             T.barrier_arrive(full[st])
                 elif tx < base + 64:
+                    lc[0] = 0.0
                     for i in T.serial(n):
                         st = i % ST
+                        slot = slot0 + i
+                        gC[0] = gates[slot, i_h, 0, C - 1]
+                        for j in T.unroll(2):
+                            G[j] = gates[slot, i_h, 0, lane + 32 * j]
+                            lk[j] = gates[slot, i_h, 1, lane + 32 * j]
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
-                        for x in T.Parallel(C):
-                            gx_s[st, 0, x] = T.exp2(gates[slot0 + i, i_h, 0, x])
-                        for x in T.Parallel(C):
-                            gx_s[st, 1, x] = T.exp2(gates[slot0 + i, i_h, 0, x] + gates[slot0 + i, i_h, 1, x])
-                        for x in T.Parallel(C):
-                            gx_s[st, 2, x] = T.exp2(gates[slot0 + i, i_h, 0, C - 1] - gates[slot0 + i, i_h, 0, x] + gates[slot0 + i, i_h, 1, x])
-                        for x in T.Parallel(C):
-                            gx_s[st, 3, x] = T.exp2(gates[slot0 + i, i_h, 0, x]) * scale
-                        for x in T.Parallel(C):
-                            gx_s[st, 4, x] = gates[slot0 + i, i_h, 0, x] + T.log2(scale)
-                        for x in T.Parallel(C):
-                            gx_s[st, 5, x] = gates[slot0 + i, i_h, 0, x] - gates[slot0 + i, i_h, 1, x]
+                        # Special chunks leave the gate-free frame: a decay beyond its range, or a new frame.
+                        decays[0] = T.if_then_else(gC[0] < -limit, 1.0, 0.0)
+                        fresh[0] = T.if_then_else(lc[0] + gC[0] < -limit, 1.0, 0.0)
+                        c0[0] = T.exp2(lc[0])
+                        if fresh[0] != 0:
+                            for j in T.unroll(2):
+                                x = lane + 32 * j
+                                gx_s[st, 2, x] = T.exp2(G[j] * decays[0]) * c0[0]
+                                gx_s[st, 3, x] = T.exp2((gC[0] - G[j]) * decays[0])
+                                gx_s[st, 4, x] = G[j] * decays[0]
+                            lc[0] = 0.0
+                        for j in T.unroll(2):
+                            x = lane + 32 * j
+                            gx_s[st, 0, x] = T.exp2(-lk[j] - lc[0] - G[j] * (1.0 - decays[0]))
+                            gx_s[st, 1, x] = T.exp2(lc[0] + G[j] * (1.0 - decays[0])) * scale
+                        lc[0] = lc[0] + gC[0] * (1.0 - decays[0])
+                        if lane == 0:
+                            gx_s[st, 5, 0] = fresh[0]
+                            gx_s[st, 5, 1] = T.exp2(gC[0] * decays[0]) * c0[0]
+                            gx_s[st, 5, 3] = T.exp2(lc[0])
                         T.barrier_arrive(full[st])
                 elif tx < base + 96:
                     for i in T.serial(n):
@@ -251,31 +331,5 @@ def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages
                                 for c in T.Parallel(BV):
                                     o[start + i * C + r, i_h, v0 + c] = o_s[r, c]
                         T.barrier_arrive(o_free[0])
-                else:
-                    for i in T.serial(n):
-                        t0 = start + i * C
-                        valid = length - i * C
-                        land = T.if_then_else(valid >= C, i % 2, 2)
-                        T.barrier_wait(v_free[i % 2], (i // 2 + 1) % 2)
-                        if i % 2 == 0:
-                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v_s0, barrier=v_full[land])
-                        else:
-                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v_s1, barrier=v_full[land])
-                        T.barrier_arrive(v_full[land])
-                        if valid < C:
-                            T.barrier_wait(v_full[2], 0)
-                            for r in T.serial(C - valid):
-                                for c in T.Parallel(BV):
-                                    if i % 2 == 0:
-                                        v_s0[valid + r, c] = 0
-                                    else:
-                                        v_s1[valid + r, c] = 0
-                            T.barrier_arrive(v_full[i % 2])
-                        T.barrier_wait(q_free[i % 2], (i // 2 + 1) % 2)
-                        if i % 2 == 0:
-                            T.tma_copy(q[t0 : t0 + C, i_k, 0:DK], q_s0, barrier=q_full[i % 2])
-                        else:
-                            T.tma_copy(q[t0 : t0 + C, i_k, 0:DK], q_s1, barrier=q_full[i % 2])
-                        T.barrier_arrive(q_full[i % 2])
 
     return chunk_forward

@@ -1,0 +1,353 @@
+"""The public functions: validate, plan, run.
+
+The recurrence, for value head j with query/key head ``j // (HV // H)`` and state S of shape [K, V] (eq. 1.1 to 1.3)::
+
+    S   <- exp(g_t) S
+    u_t  = beta_t (v_t - S^T k_t)
+    S   <- S + k_t u_t^T
+    o_t  = scale S^T q_t
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops, validation
+from .ops import Gradients
+from .plan import Plan
+from .validation import Call
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    plan: Plan | None = None,
+    context_parallel: bool | str = "auto",
+    backend: str = "auto",
+    cp_group: Any = None,
+    **unknown: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over whole sequences, chunk by chunk; differentiable once, bitwise deterministic.
+
+    Args:
+        q, k: ``[B, T, H, K]``; float16, bfloat16, float32 or float64, the same for q, k and v.
+        v: ``[B, T, HV, V]``; HV is a multiple of H.
+        g: ``[B, T, HV]``, any of these dtypes; natural logarithm of the decay, at most 0. With ``use_gate_in_kernel``
+            the raw logits of eq. 2.3.
+        beta: ``[B, T, HV]``, any of these dtypes; write strength in [0, 1] (up to 2 is sound for keys of unit norm).
+            With ``use_beta_sigmoid_in_kernel`` the raw logits of eq. 2.5.
+        scale: factor of the output; default ``K ** -0.5``.
+        initial_state: ``[N, HV, K, V]``, default zeros; N is B, or the number of packed sequences.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: divide q and k by ``sqrt(sum(x^2) + 1e-6)`` over K first (eq. 2.4).
+        use_beta_sigmoid_in_kernel: ``beta = sigmoid(beta)`` first.
+        allow_neg_eigval: ``beta = 2 sigmoid(beta)``; only together with ``use_beta_sigmoid_in_kernel``.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64: offsets of packed sequences, with B = 1. Sequences of no tokens are
+            legal. Tokens
+            past the last offset are padding: never read, their output and gradients are 0. The values are checked where
+                that costs
+            no synchronisation (always with the environment variable ``FLASHQLA_DEBUG=1``).
+        cu_seqlens_cpu: the same on the host; makes the plan exact without a synchronisation.
+        chunk_indices: accepted for flash-linear-attention's callers; the plan makes its own.
+        cp_context, cp_group: reserved, must be None.
+        use_gate_in_kernel: ``g = -exp(A_log) softplus(g + dt_bias)`` first.
+        A_log, dt_bias: ``[HV]``; used with ``use_gate_in_kernel`` only, where ``dt_bias`` may be None.
+        chunk_size: a hint of 16, 32 or 64; the results are those of any chunk size.
+        plan: a reusable :class:`flashqla.Plan` that fits the shapes.
+        context_parallel: cut long sequences into segments that run side by side. "auto" decides; True needs the
+            reference backend for now.
+        backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
+            and "fla" (the Triton kernels of flash-linear-attention) insist.
+
+    Returns:
+        ``(o, final_state)``: ``[B, T, HV, V]`` in q's dtype, and float32 (float64 for float64 q) in the layout of
+        ``initial_state``, or None. An output too large for q's dtype (65504 for float16) becomes infinite; nothing is
+        clamped.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: listing everything that is wrong with the call.
+    """
+    call, unknown = _collect(
+        unknown,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        plan=plan,
+        context_parallel=context_parallel,
+        backend=backend,
+        cp_group=cp_group,
+    )
+    return _run(ops.differentiable, "chunk_gated_delta_rule", call, unknown, form="chunked")
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same recurrence token by token, for decoding: continues from a prefill's ``final_state``.
+
+    Takes every argument of :func:`chunk_gated_delta_rule`. Without ``g`` nothing decays, without ``beta`` every write
+    is full. The loop is the reference's on every device for now; gradients are those of the chunked backward, so it is
+    differentiable once. ``gk`` and ``gv`` (per-channel decays of flash-linear-attention's function) must be None.
+    """
+    if isinstance(v, Tensor):
+        g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
+        beta = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta
+    call, unknown = _collect(
+        options,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    return _run(ops.differentiable, "fused_recurrent_gated_delta_rule", call, unknown, form="recurrent")
+
+
+def chunk_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`chunk_gated_delta_rule` without autograd, for those who write their own Function; same arguments."""
+    call, unknown = _collect(
+        options,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    return _run(ops.forward, "chunk_gated_delta_rule_fwd", call, unknown, form="chunked")
+
+
+def chunk_gated_delta_rule_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor | None,
+    dht: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of :func:`chunk_gated_delta_rule_fwd`, recomputed from its inputs.
+
+    Args:
+        do: gradient of the output, ``[B, T, HV, V]``, or None for zeros.
+        dht: gradient of the final state in its layout, or None for zeros.
+        the others: as for :func:`chunk_gated_delta_rule`.
+
+    Returns:
+        ``(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state)``, each in its input's dtype; None for absent
+        inputs.
+    """
+    call, unknown = _collect(
+        options, q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, do=do, dht=dht
+    )
+
+    def run(operands: ops.Operands, flags: ops.Options) -> Gradients:
+        return ops.backward(do, dht, operands, flags)
+
+    return _run(run, "chunk_gated_delta_rule_bwd", call, unknown, form="chunked")
+
+
+def is_supported(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    backend: str = "hopper",
+    **options: Any,
+) -> tuple[bool, list[str]]:
+    """Whether a backend can run a call, and why not. Launches nothing and raises nothing.
+
+    Without tensors it answers for this machine: whether the Hopper kernels (or another ``backend``) can run here at
+        all.
+
+    Args:
+        backend: "hopper", "reference", "fla", or "auto", which always finds one for a valid call.
+        the others: as for :func:`chunk_gated_delta_rule`.
+
+    Returns:
+        ``(True, [])`` or ``(False, reasons)``.
+    """
+    if q is None:
+        reasons = {"hopper": ops.device_refusals, "fla": _fla_refusals}.get(backend, list)()
+        if backend not in validation.BACKENDS:
+            reasons = [f"backend: must be one of {list(validation.BACKENDS)}, got {backend!r}"]
+        return not reasons, reasons
+    insists = backend in ("hopper", "fla")
+    call, unknown = _collect(options, q=q, k=k, v=v, g=g, beta=beta, backend="auto" if insists else backend)
+    reasons = [text for _, text in validation.find_unknown(unknown) + validation.find_problems(call)]
+    if not reasons and backend == "fla":
+        reasons = _fla_refusals(call.q.device)
+    elif not reasons and backend == "hopper":
+        operands, flags = _lower(call, "chunked")
+        reasons = ops.hopper_refusals(operands, flags, ops.make_plan(operands, flags))
+    return not reasons, reasons
+
+
+# --------------------------------------------------------------------------------------------------------------- shared
+
+
+def _collect(options: dict[str, Any], **named: Any) -> tuple[Call, dict[str, Any]]:
+    """Split further keywords into those a call has, the one that has a new name, and those nobody knows."""
+    if "transpose_state_layout" in options:
+        warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
+        named["state_v_first"] = options["transpose_state_layout"]
+        options = {name: value for name, value in options.items() if name != "transpose_state_layout"}
+    known = {name: value for name, value in options.items() if name in Call._fields}
+    unknown = {name: value for name, value in options.items() if name not in Call._fields}
+    return Call(**named, **known), unknown
+
+
+def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form: str) -> Any:
+    """Validate a call, then hand its operands and options to ``run``."""
+    validation.require(function, call, unknown)
+    if call.backend == "fla":
+        return _run_fla(function, call)
+    if call.context_parallel is True:
+        if form == "recurrent":
+            text = "context_parallel: must be False or 'auto' token by token, which has no segments, got True"
+            raise NotImplementedError(f"{function}: {text}")
+        form = "split"
+    return run(*_lower(call, form))
+
+
+def _lower(call: Call, form: str) -> tuple[ops.Operands, ops.Options]:
+    """A valid call as operands and options of the operators."""
+    offsets, host_offsets = call.cu_seqlens, validation.host_offsets(call)
+    if offsets is not None and offsets.device != call.q.device:
+        offsets = offsets.to(call.q.device, non_blocking=True)
+    operands = ops.Operands(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        g=call.g,
+        beta=call.beta,
+        A_log=call.A_log if call.use_gate_in_kernel else None,
+        dt_bias=call.dt_bias if call.use_gate_in_kernel else None,
+        initial_state=call.initial_state,
+        cu_seqlens=offsets,
+        cu_seqlens_cpu=None if host_offsets is offsets else host_offsets,
+    )
+    options = ops.Options(
+        scale=call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale),
+        output_final_state=bool(call.output_final_state),
+        state_v_first=bool(call.state_v_first),
+        use_qk_l2norm=bool(call.use_qk_l2norm_in_kernel),
+        use_gate=bool(call.use_gate_in_kernel),
+        use_beta_sigmoid=bool(call.use_beta_sigmoid_in_kernel),
+        allow_neg_eigval=bool(call.allow_neg_eigval),
+        form=form,
+        backend=call.backend,
+        block_dv=0 if call.plan is None else call.plan.block_dv,
+    )
+    return operands, options
+
+
+def _fla_refusals(device: torch.device | None = None) -> list[str]:
+    """Why the kernels of flash-linear-attention cannot run on a device, or on this machine; empty when they can."""
+    if device is not None and device.type != "cuda":
+        return [f"needs tensors on a CUDA device, got {device}"]
+    if not torch.cuda.is_available():
+        return ["needs a CUDA device, none is available"]
+    try:
+        importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError as error:
+        return [f"needs the package fla-core (pip install fla-core): {error}"]
+    return []
+
+
+def _run_fla(function: str, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The same call by flash-linear-attention, with its own autograd."""
+    refusals = _fla_refusals()
+    if function not in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        refusals.append("has only chunk_gated_delta_rule and fused_recurrent_gated_delta_rule")
+    if call.context_parallel is True:
+        refusals.append("has no context_parallel=True on one device")
+    if refusals:
+        raise NotImplementedError(f'{function}: backend: "fla" cannot run this call: ' + "; ".join(refusals))
+    ours = (
+        "chunk_indices",
+        "plan",
+        "context_parallel",
+        "backend",
+        "cp_group",
+        "cp_context",
+        "chunk_size",
+        "do",
+        "dht",
+        "gk",
+        "gv",
+    )
+    chunk_only = ("cu_seqlens_cpu",) if function == "fused_recurrent_gated_delta_rule" else ()
+    keywords = {name: value for name, value in call._asdict().items() if name not in ours + chunk_only}
+    return getattr(importlib.import_module("fla.ops.gated_delta_rule"), function)(**keywords)

@@ -1,0 +1,107 @@
+"""The command line: python -m flashqla demo | doctor | selftest | bench | warmup.
+
+Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
+stderr says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import flashqla
+from flashqla.console import UserError
+from flashqla.validation import BACKENDS
+
+WARMUP_DTYPES = ("bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except UserError as error:
+        print(f"flashqla: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("flashqla: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options. What a command needs is imported when it runs."""
+    parser = argparse.ArgumentParser(prog="python -m flashqla", description=flashqla.__doc__)
+    parser.add_argument("--version", action="version", version=f"flashqla {flashqla.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, module: str, says: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=says, description=says)
+        sub.set_defaults(command=lambda arguments: importlib.import_module(module).main(arguments))
+        return sub
+
+    demo = command("demo", "flashqla.demo", "Check the library, train a small byte model on real text, sample from it.")
+    demo.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...; a GPU gets bigger sizes")
+    demo.add_argument("--steps", type=natural, help="optimizer steps (default: as the device's preset)")
+    demo.add_argument("--seconds", type=positive, help="stop training after this time (default: as the preset)")
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="where to write (default: %(default)s)")
+    demo.add_argument(
+        "--resume", metavar="FILE", help="go on from this checkpoint; with --steps 0, only sample from it"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="seed of weights, batches and samples")
+
+    command("doctor", "flashqla.doctor", "Say what is installed, which backend a call would use, and why.")
+
+    selftest = command("selftest", "flashqla.selftest", "Compare forward and backward with float64 over many cases.")
+    selftest.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, ...")
+    selftest.add_argument("--backend", default="auto", choices=BACKENDS, help="judge this backend (default: auto)")
+    selftest.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name holds this text")
+    selftest.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+
+    bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
+    bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    bench.add_argument(
+        "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
+    )
+    bench.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+
+    warmup = commands.add_parser("warmup", help="Compile every kernel variant into the cache that the library uses.")
+    warmup.add_argument("--dtype", action="append", choices=WARMUP_DTYPES, help="only this one; may be given twice")
+    warmup.set_defaults(command=run_warmup)
+    return parser
+
+
+def run_warmup(arguments: argparse.Namespace) -> int:
+    """Compile the Hopper kernels ahead of time."""
+    try:
+        compiler = importlib.import_module("flashqla.hopper.compile")
+    except ImportError as error:
+        raise UserError(f"there are no kernels to compile in this installation ({error})") from error
+    compiler.warmup(tuple(arguments.dtype or WARMUP_DTYPES))
+    return 0
+
+
+def natural(text: str) -> int:
+    """An integer that is not negative."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, was {value}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """An integer above zero."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, was {value}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, was {value}")
+    return value

@@ -1,0 +1,179 @@
+"""Gradients of the chunk form by hand, in two forms (derivations, eqs. 6.1 to 6.14); no autograd inside.
+
+The states are recomputed from the inputs, so a forward pass needs to save nothing else. Both forms share the adjoint
+state chain and differ in how the triangular system is differentiated: "textbook" goes through the gradient of the
+inverse, "adjoint" solves the transposed system and needs no gradient of the inverse.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashqla.reference.chunked import Chunks, States, cut, state_chain
+from flashqla.reference.layout import Layout, compute_dtype, without_autocast
+
+
+class Gradients(NamedTuple):
+    """Gradients with the shapes of their inputs, in float64 if q is float64, else float32; dinitial_state is None
+    without an initial state."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dinitial_state: Tensor | None
+
+
+class Adjoints(NamedTuple):
+    """Result of the adjoint chain: ends dS' `[b,K,V]`; d_corrected dU, multiplier Y, d_values dV `[b,C,V]`; initial dS
+    `[N,HV,K,V]` by rank."""
+
+    ends: Tensor
+    d_corrected: Tensor
+    multiplier: Tensor
+    d_values: Tensor
+    initial: Tensor
+
+
+def adjoint_chain(layout: Layout, chunks: Chunks, d_output: Tensor, d_state: Tensor) -> Adjoints:
+    """Eqs. 6.1 to 6.4 for every chunk, last one first; `d_state [N,HV,K,V]` by rank becomes the initial dS."""
+    flat = d_state.view(-1, *d_state.shape[2:])
+    ends = d_state.new_empty(len(d_output), *d_state.shape[2:])
+    d_corrected = chunks.scores.mT @ d_output
+    multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
+    solve, carry = chunks.decay * chunks.inverse, chunks.carry
+    for rows in reversed(layout.steps(d_state.shape[1])):
+        active = flat[: rows.stop - rows.start]
+        ends[rows] = active
+        d_corrected[rows].baddbmm_(chunks.k_write[rows], active)
+        torch.bmm(solve[rows].mT, d_corrected[rows], out=multiplier[rows])
+        torch.mul(chunks.beta[rows], multiplier[rows], out=d_values[rows])
+        active.mul_(carry[rows]).baddbmm_(chunks.q_read[rows].mT, d_output[rows])
+        active.baddbmm_(chunks.k_read[rows].mT, d_values[rows], alpha=-1)
+    return Adjoints(ends, d_corrected, multiplier, d_values, d_state)
+
+
+class SystemGradients(NamedTuple):
+    """Gradients through the system `(I + Gamma o L) U = diag(beta) W`: d_gram N `[b,C,C]` of K K^T, dbeta `[b,C]`, and
+    pairs `[b,C,C]`, whose entry i > j is d loss / d log Gamma_ij."""
+
+    d_gram: Tensor
+    dbeta: Tensor
+    pairs: Tensor
+
+
+def adjoint_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGradients:
+    """Eqs. 6.9 to 6.11. U = diag(beta) Z with Z = W - (Gamma o gram) U, so dbeta = <Y, Z> needs no division by beta."""
+    strict = (adjoints.multiplier @ states.corrected.mT).mul_(chunks.decay).tril_(-1)
+    exchange = chunks.per_group(strict).mul(chunks.gram[:, None]).flatten(0, 1)
+    dbeta = (adjoints.multiplier * states.residual).sum(-1) - exchange.sum(-1)
+    return SystemGradients(strict.mul_(-chunks.beta), dbeta, exchange.mul_(-chunks.beta))
+
+
+def textbook_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGradients:
+    """Eqs. 6.5 to 6.8: through T = (Gamma o A) diag(beta) and the inverse A."""
+    d_mixing = (adjoints.d_corrected @ states.residual.mT).tril_()
+    gated_inverse = chunks.decay * chunks.inverse
+    d_gated_inverse = d_mixing * chunks.beta.mT
+    transposed = chunks.inverse.mT
+    d_lower = (transposed @ (chunks.decay * d_gated_inverse) @ transposed).tril_(-1).neg_()
+    d_lower_gram = (chunks.per_group(d_lower) * chunks.gram[:, None]).flatten(0, 1)
+    dbeta = (d_mixing * gated_inverse).sum(-2) + d_lower_gram.sum(-1)
+    return SystemGradients(chunks.beta * d_lower, dbeta, d_gated_inverse * gated_inverse)
+
+
+FORMS = {"adjoint": adjoint_form, "textbook": textbook_form}
+
+
+def gate_gradient(pairs: Tensor, read: Tensor, write: Tensor, carried: Tensor) -> Tensor:
+    """Eq. 6.14: dg `[b,C]` as the sum of all that crosses the boundary before token t, without any cancellation.
+
+    `dg_t = sum_{i >= t > j} pairs_ij + sum_{i >= t} read_i + sum_{j < t} write_j + carried`; pairs `[b,C,C]` (its
+    diagonal and upper part are ignored), read and write `[b,C]`, carried `[b,1]`.
+    """
+    size = pairs.shape[-1]
+    lower = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device).tril_()
+    before = lower.mT - torch.eye(size, dtype=pairs.dtype, device=pairs.device)
+    crossing = (pairs.tril(-1).flatten(0, 1) @ before).view_as(pairs).mul_(lower).sum(-2)
+    return crossing + read @ lower + write @ before + carried
+
+
+def differentiate(
+    chunks: Chunks, states: States, d_output: Tensor, adjoints: Adjoints, form: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All that is left once both chains are known, all chunks at once (eqs. 6.5 to 6.14).
+
+    Returns dq, dk `[m,C,K]`, dv `[b,C,V]`, dg, dbeta `[b,C]`.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: must be one of {list(FORMS)}, got {form!r}")
+    system = FORMS[form](chunks, states, adjoints)
+    d_scores = d_output @ states.corrected.mT
+    pairs = (chunks.scores * d_scores).add_(system.pairs)
+    d_scores.mul_(chunks.decay)
+
+    def over_group(x: Tensor) -> Tensor:
+        return chunks.per_group(x).sum(1)
+
+    def along(rows: Tensor, of_key_head: Tensor) -> Tensor:
+        """Row products `[b,C]` of `[b,C,K]` with the `[m,C,K]` of its key head."""
+        return (chunks.per_group(rows) * of_key_head[:, None]).sum(-1).flatten(0, 1)
+
+    starts = states.starts.mT
+    q_read = (d_output @ starts).mul_(chunks.scale * chunks.gamma)
+    k_read = (adjoints.d_values @ starts).mul_(-chunks.gamma)
+    k_write = (states.corrected @ adjoints.ends.mT).mul_(chunks.decay[:, -1, :, None])
+    read = along(q_read, chunks.q) + along(k_read, chunks.k)
+    write = along(k_write, chunks.k)
+    carried = chunks.carry[:, 0] * (states.starts * adjoints.ends).sum((1, 2))[:, None]
+
+    d_scores = over_group(d_scores).mul_(chunks.scale)
+    d_gram = over_group(system.d_gram)
+    dq = over_group(q_read).baddbmm_(d_scores, chunks.k)
+    dk = over_group(k_read.add_(k_write)).baddbmm_(d_scores.mT, chunks.q).baddbmm_(d_gram + d_gram.mT, chunks.k)
+    return dq, dk, adjoints.d_values, gate_gradient(pairs, read, write, carried), system.dbeta
+
+
+def scatter_gradients(layout: Layout, gradients: tuple[Tensor, ...], heads: int, value_heads: int) -> list[Tensor]:
+    """Bring the results of `differentiate` to dq, dk `[B,T,H,K]`, dv `[B,T,HV,V]`, dg, dbeta `[B,T,HV]`."""
+    return [
+        layout.scatter(x, number, x.dtype)
+        for x, number in zip(gradients, (heads, heads, value_heads, value_heads, value_heads), strict=True)
+    ]
+
+
+@without_autocast
+@torch.no_grad()
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    *,
+    dht: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    form: str = "adjoint",
+) -> Gradients:
+    """Gradients of `recurrent`, given those of the output `do [B,T,HV,V]` and of the final state `dht` (laid out like
+    the states; zeros if None). The other arguments are those of the forward; `form` is "adjoint" or "textbook".
+    """
+    layout = Layout.of(q, cu_seqlens, chunk_size)
+    like = q.new_empty(0, dtype=compute_dtype(q))
+    shape = (v.shape[2], q.shape[-1], v.shape[-1])
+    chunks = cut(layout, q, k, v, g, beta, scale)
+    states = state_chain(layout, chunks, layout.read_state(initial_state, shape, state_v_first, like))
+    d_output = layout.gather(do, like.dtype)
+    adjoints = adjoint_chain(layout, chunks, d_output, layout.read_state(dht, shape, state_v_first, like))
+    gradients = differentiate(chunks, states, d_output, adjoints, form)
+    initial = None if initial_state is None else layout.write_state(adjoints.initial, state_v_first)
+    return Gradients(*scatter_gradients(layout, gradients, q.shape[2], v.shape[2]), initial)

@@ -1,0 +1,46 @@
+"""The chunk form with two products per step of the state chain instead of three (derivations, eqs. 4.2 to 4.4).
+
+This is the order of operations of the Hopper kernel; `chunked` is the plainer one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashqla.reference.chunked import chunk_form, cut
+from flashqla.reference.layout import Layout
+
+
+@chunk_form
+def chain(
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`chunked` with the two-product chain: same arguments, same result, outside autograd as well."""
+    chunks = cut(layout, q, k, v, g, beta, scale)
+    written = chunks.inverse * chunks.beta.mT  # Ab
+    keys = chunks.k[:, None].expand(-1, chunks.groups, -1, -1).flatten(0, 1)
+    writer = keys.mT @ written  # X, eq. 4.2
+    products = (chunks.scale * chunks.q @ chunks.k.mT).tril_()
+    reader = chunks.decay * (products[:, None] @ chunks.per_group(written)).flatten(0, 1)  # B, eq. 4.2
+    late_values = chunks.decay[:, -1, :, None] * chunks.v
+
+    active = state.view(-1, *state.shape[2:])
+    starts = state.new_empty(len(chunks.v), *state.shape[2:])
+    prediction = torch.empty_like(chunks.v)
+    for rows in layout.steps(state.shape[1]):
+        active = active[: rows.stop - rows.start]
+        starts[rows] = active
+        torch.bmm(keys[rows], active, out=prediction[rows])
+        y = late_values[rows] - chunks.carry[rows] * prediction[rows]  # eq. 4.3
+        active.mul_(chunks.carry[rows]).baddbmm_(writer[rows], y)
+    residual = chunks.v - chunks.gamma * prediction
+    output = chunks.q_read @ starts + reader @ residual  # eq. 4.4
+    return layout.scatter(output, v.shape[2], q.dtype), state

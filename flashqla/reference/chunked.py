@@ -1,0 +1,189 @@
+"""The chunk (WY) form with the gate outside the inverse (derivations, eqs. 2.1, 2.2 and 3.1 to 3.6).
+
+Tensors are batched over "chunk-heads": the first axis runs over (chunk, value head), or (chunk, key head) for what the
+value heads of a group share. Shapes below write `b = num_chunks * HV` and `m = num_chunks * H`, with R = HV // H.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashqla.reference.layout import Layout, compute_dtype, without_autocast
+from flashqla.reference.recurrent import Result
+
+
+class Chunks(NamedTuple):
+    """What the chunk form needs and what does not depend on the state; rows past the end of a sequence are zero.
+
+    Shared by a group of value heads: q, k `[m,C,K]` and gram `[m,C,C]`, the strictly lower part of K K^T.
+    Per value head: v `[b,C,V]`; beta `[b,C,1]`; decay Gamma, inverse A and scores P = scale Gamma o (Q K^T) `[b,C,C]`;
+    q_read = scale Lambda Q, k_read = Lambda K, k_write = diag(gamma_C / gamma) K `[b,C,K]`; gamma `[b,C,1]`; log_carry,
+    the logarithm of gamma_C `[num_chunks,HV]`.
+    """
+
+    scale: float
+
+    q: Tensor
+    k: Tensor
+    gram: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+    inverse: Tensor
+    scores: Tensor
+    q_read: Tensor
+    k_read: Tensor
+    k_write: Tensor
+    gamma: Tensor
+    log_carry: Tensor
+
+    @property
+    def carry(self) -> Tensor:
+        """gamma_C, the decay of a whole chunk `[b,1,1]`."""
+        return self.gamma[:, -1:]
+
+    @property
+    def mixing(self) -> Tensor:
+        """(Gamma o A) diag(beta) `[b,C,C]` of eq. 3.4."""
+        return self.decay * self.inverse * self.beta.mT
+
+    @property
+    def groups(self) -> int:
+        """R, the number of value heads that share a key head."""
+        return len(self.v) // max(len(self.q), 1)
+
+    def per_group(self, x: Tensor) -> Tensor:
+        """View `[b,...]` as `[m,R,...]`."""
+        return x.view(len(self.q), self.groups, *x.shape[1:])
+
+
+def cut(layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> Chunks:
+    """Gather the chunks of `layout` and compute all that does not depend on the state (eqs. 2.1, 2.2, 3.1, 3.2)."""
+    dtype = compute_dtype(q)
+    chunk_size, value_heads = layout.chunk_size, v.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, beta = (layout.gather(x, dtype) for x in (q, k, v, beta))
+    groups = (len(q), len(v) // max(len(q), 1))
+
+    # exp() of anything below the floor is 0 anyway, in either dtype. Clamping keeps -inf out of the differences below
+    # and the prefix sums short, hence accurate, after a hard reset.
+    floor = -750.0 if dtype == torch.float64 else -110.0
+    g_cum = layout.gather(g, dtype).clamp_(min=floor).cumsum(-1)
+    upper = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu_(1)
+    decay = (g_cum[:, :, None] - g_cum[:, None, :]).masked_fill_(upper, -torch.inf).exp_()
+
+    gram = (k @ k.mT).tril_(-1)
+    lower = (beta.view(*groups, chunk_size, 1) * gram[:, None]).flatten(0, 1)
+    identity = torch.eye(chunk_size, dtype=dtype, device=q.device).expand(len(v), -1, -1)
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+
+    def scaled(rows: Tensor, factor: Tensor) -> Tensor:
+        """Rows `[m,C,D]` of every key head times `factor [b,C,*]` of its value heads."""
+        return (factor.view(*groups, *factor.shape[1:]) * rows[:, None]).flatten(0, 1)
+
+    gamma = g_cum.exp()[..., None]
+    return Chunks(
+        scale=scale,
+        q=q,
+        k=k,
+        gram=gram,
+        v=v,
+        beta=beta[..., None],
+        decay=decay,
+        inverse=inverse,
+        scores=scaled(scale * (q @ k.mT), decay),
+        q_read=scaled(q, scale * gamma),
+        k_read=scaled(k, gamma),
+        k_write=scaled(k, decay[:, -1, :, None]),
+        gamma=gamma,
+        log_carry=g_cum[:, -1].view(layout.num_chunks, value_heads),
+    )
+
+
+class States(NamedTuple):
+    """Result of the state chain: starts `[b,K,V]`, residual W and corrected U `[b,C,V]`, final `[N,HV,K,V]` by rank."""
+
+    starts: Tensor
+    residual: Tensor
+    corrected: Tensor
+    final: Tensor
+
+
+def state_chain(layout: Layout, chunks: Chunks, state: Tensor) -> States:
+    """Eqs. 3.3, 3.4 and 3.6 for every chunk in turn; `state [N,HV,K,V]` by rank is overwritten by the final state."""
+    steps = layout.steps(state.shape[1])
+    active = state.view(-1, *state.shape[2:])
+    starts = state.new_empty(len(chunks.v), *state.shape[2:])
+    residual, corrected, mixing = (torch.empty_like(chunks.v), torch.empty_like(chunks.v), chunks.mixing)
+    for rows in steps:
+        active = active[: rows.stop - rows.start]
+        starts[rows] = active
+        torch.baddbmm(chunks.v[rows], chunks.k_read[rows], active, alpha=-1, out=residual[rows])
+        torch.bmm(mixing[rows], residual[rows], out=corrected[rows])
+        active.mul_(chunks.carry[rows]).baddbmm_(chunks.k_write[rows].mT, corrected[rows])
+    return States(starts, residual, corrected, state)
+
+
+def read_out(chunks: Chunks, states: States) -> Tensor:
+    """Eq. 3.5, all chunks at once: O = scale Lambda Q S + P U `[b,C,V]`."""
+    return torch.bmm(chunks.q_read, states.starts).baddbmm_(chunks.scores, states.corrected)
+
+
+def chunk_form(function):
+    """Give `function(layout, q, k, v, g, beta, scale, state, **options)` the signature of `recurrent` and `chunk_size`.
+
+    `function` takes the initial state `[N,HV,K,V]` by rank, may overwrite it, and returns the output `[B,T,HV,V]` and
+    the final state by rank.
+    """
+
+    @functools.wraps(function)
+    @without_autocast
+    @torch.no_grad()
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_size: int = 64,
+        **options,
+    ) -> Result:
+        layout = Layout.of(q, cu_seqlens, chunk_size)
+        shape, like = (v.shape[2], q.shape[-1], v.shape[-1]), q.new_empty(0, dtype=compute_dtype(q))
+        state = layout.read_state(initial_state, shape, state_v_first, like)
+        output, state = function(layout, q, k, v, g, beta, scale, state, **options)
+        return Result(output, layout.write_state(state, state_v_first) if output_final_state else None)
+
+    del forward.__wrapped__  # the signature to show is the shared one, the docstring the function's own
+    return forward
+
+
+@chunk_form
+def chunked(
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`recurrent` in chunks of `chunk_size` tokens: the same arguments, the same result, a fraction of the operations.
+
+    Only the states at chunk boundaries are computed one after the other. Outside autograd: gradients come from
+    `flashqla.reference.backward`.
+    """
+    chunks = cut(layout, q, k, v, g, beta, scale)
+    states = state_chain(layout, chunks, state)
+    return layout.scatter(read_out(chunks, states), v.shape[2], q.dtype), states.final
