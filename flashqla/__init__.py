@@ -10,7 +10,7 @@ from .api import (
     fused_recurrent_gated_delta_rule,
     is_supported,
 )
-from .ops import Gradients
+from .operands import Gradients
 from .plan import Plan
 
 __version__ = "0.1.0"

@@ -10,7 +10,6 @@ The recurrence, for value head j with query/key head ``j // (HV // H)`` and stat
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, validation
-from .ops import Gradients
+from . import backends, ops, validation
+from .operands import Gradients, Operands, Options, make_plan
 from .plan import Plan
 from .validation import Call
 
@@ -210,7 +209,7 @@ def chunk_gated_delta_rule_bwd(
         options, q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, do=do, dht=dht
     )
 
-    def run(operands: ops.Operands, flags: ops.Options) -> Gradients:
+    def run(operands: Operands, flags: Options) -> Gradients:
         return ops.backward(do, dht, operands, flags)
 
     return _run(run, "chunk_gated_delta_rule_bwd", call, unknown, form="chunked")
@@ -239,7 +238,7 @@ def is_supported(
         ``(True, [])`` or ``(False, reasons)``.
     """
     if q is None:
-        reasons = {"hopper": ops.device_refusals, "fla": _fla_refusals}.get(backend, list)()
+        reasons = {"hopper": backends.device_refusals, "fla": backends.fla_refusals}.get(backend, list)()
         if backend not in validation.BACKENDS:
             reasons = [f"backend: must be one of {list(validation.BACKENDS)}, got {backend!r}"]
         return not reasons, reasons
@@ -247,10 +246,10 @@ def is_supported(
     call, unknown = _collect(options, q=q, k=k, v=v, g=g, beta=beta, backend="auto" if insists else backend)
     reasons = [text for _, text in validation.find_unknown(unknown) + validation.find_problems(call)]
     if not reasons and backend == "fla":
-        reasons = _fla_refusals(call.q.device)
+        reasons = backends.fla_refusals(call.q.device)
     elif not reasons and backend == "hopper":
         operands, flags = _lower(call, "chunked")
-        reasons = ops.hopper_refusals(operands, flags, ops.make_plan(operands, flags))
+        reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags))
     return not reasons, reasons
 
 
@@ -272,7 +271,7 @@ def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form
     """Validate a call, then hand its operands and options to ``run``."""
     validation.require(function, call, unknown)
     if call.backend == "fla":
-        return _run_fla(function, call)
+        return backends.run_fla(function, call)
     if call.context_parallel is True:
         if form == "recurrent":
             text = "context_parallel: must be False or 'auto' token by token, which has no segments, got True"
@@ -281,12 +280,12 @@ def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form
     return run(*_lower(call, form))
 
 
-def _lower(call: Call, form: str) -> tuple[ops.Operands, ops.Options]:
+def _lower(call: Call, form: str) -> tuple[Operands, Options]:
     """A valid call as operands and options of the operators."""
     offsets, host_offsets = call.cu_seqlens, validation.host_offsets(call)
     if offsets is not None and offsets.device != call.q.device:
         offsets = offsets.to(call.q.device, non_blocking=True)
-    operands = ops.Operands(
+    operands = Operands(
         q=call.q,
         k=call.k,
         v=call.v,
@@ -298,7 +297,7 @@ def _lower(call: Call, form: str) -> tuple[ops.Operands, ops.Options]:
         cu_seqlens=offsets,
         cu_seqlens_cpu=None if host_offsets is offsets else host_offsets,
     )
-    options = ops.Options(
+    options = Options(
         scale=call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale),
         output_final_state=bool(call.output_final_state),
         state_v_first=bool(call.state_v_first),
@@ -311,43 +310,3 @@ def _lower(call: Call, form: str) -> tuple[ops.Operands, ops.Options]:
         block_dv=0 if call.plan is None else call.plan.block_dv,
     )
     return operands, options
-
-
-def _fla_refusals(device: torch.device | None = None) -> list[str]:
-    """Why the kernels of flash-linear-attention cannot run on a device, or on this machine; empty when they can."""
-    if device is not None and device.type != "cuda":
-        return [f"needs tensors on a CUDA device, got {device}"]
-    if not torch.cuda.is_available():
-        return ["needs a CUDA device, none is available"]
-    try:
-        importlib.import_module("fla.ops.gated_delta_rule")
-    except ImportError as error:
-        return [f"needs the package fla-core (pip install fla-core): {error}"]
-    return []
-
-
-def _run_fla(function: str, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The same call by flash-linear-attention, with its own autograd."""
-    refusals = _fla_refusals()
-    if function not in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-        refusals.append("has only chunk_gated_delta_rule and fused_recurrent_gated_delta_rule")
-    if call.context_parallel is True:
-        refusals.append("has no context_parallel=True on one device")
-    if refusals:
-        raise NotImplementedError(f'{function}: backend: "fla" cannot run this call: ' + "; ".join(refusals))
-    ours = (
-        "chunk_indices",
-        "plan",
-        "context_parallel",
-        "backend",
-        "cp_group",
-        "cp_context",
-        "chunk_size",
-        "do",
-        "dht",
-        "gk",
-        "gv",
-    )
-    chunk_only = ("cu_seqlens_cpu",) if function == "fused_recurrent_gated_delta_rule" else ()
-    keywords = {name: value for name, value in call._asdict().items() if name not in ours + chunk_only}
-    return getattr(importlib.import_module("fla.ops.gated_delta_rule"), function)(**keywords)

@@ -62,6 +62,21 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    for direction, says in (
+        ("forward", "the forward (default)"),
+        ("backward", "the backward alone"),
+        ("step", "forward and backward"),
+    ):
+        bench.add_argument(f"--{direction}", action="store_true", help=f"on a GPU: {says}; passes can be combined")
+    bench.add_argument(
+        "--peers", default="fla,flash_qla,flashinfer", help="rivals on a GPU, or none (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--rows",
+        metavar="NAME,...",
+        help='only these rows, as in "2/8 1x32768,16/64" (no lengths: all with these heads)',
+    )
+    bench.add_argument("--plot", metavar="FILE", help="also draw a bar chart of the best peer against the library")
     bench.add_argument(
         "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
     )

@@ -7,69 +7,16 @@ data leaves them. What is absent (a final state nobody asked for, a gradient nob
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import reference
-from .plan import DEFAULT_SM_COUNT, Plan, sequence_lengths
-
-logger = logging.getLogger("flashqla")
-
-
-class Operands(NamedTuple):
-    """The tensors of a call; ``A_log`` and ``dt_bias`` are None unless the gate is computed inside."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_cpu: Tensor | None
-
-
-class Options(NamedTuple):
-    """The numbers and flags of a call.
-
-    ``form`` is how the recurrence is computed: "chunked", "recurrent" (token by token) or "split" (segments and a
-    scan). ``block_dv`` fixes the plan's split of d_v; 0 lets the plan choose.
-    """
-
-    scale: float
-    output_final_state: bool
-    state_v_first: bool
-    use_qk_l2norm: bool
-    use_gate: bool
-    use_beta_sigmoid: bool
-    allow_neg_eigval: bool
-    form: str
-    backend: str
-    block_dv: int
-
-
-class Gradients(NamedTuple):
-    """Gradients of the differentiable operands; None for those that are absent or were not asked for."""
-
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    dg: Tensor | None
-    dbeta: Tensor | None
-    dA_log: Tensor | None
-    ddt_bias: Tensor | None
-    dinitial_state: Tensor | None
-
-
-NUM_DIFFERENTIABLE = len(Gradients._fields)
-"""The first operands are the differentiable ones, in the order of :class:`Gradients`."""
+from . import backends, reference
+from .operands import NUM_DIFFERENTIABLE, Gradients, Operands, Options, make_plan
+from .plan import sequence_lengths
+from .reference.layout import compute_dtype
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -95,11 +42,6 @@ torch.library.define(
 # ---------------------------------------------------------------------------------------------------------------- fakes
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    """float64 stays float64; everything else computes, and keeps its state, in float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _state_shape(operands: Operands, state_v_first: bool) -> tuple[int, ...]:
     q, v, offsets = operands.q, operands.v, operands.cu_seqlens
     num_sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
@@ -111,7 +53,7 @@ def _state_shape(operands: Operands, state_v_first: bool) -> tuple[int, ...]:
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     shape = _state_shape(operands, options.state_v_first) if options.output_final_state else (0,)
-    final_state = operands.q.new_empty(shape, dtype=_compute_dtype(operands.q))
+    final_state = operands.q.new_empty(shape, dtype=compute_dtype(operands.q))
     return operands.v.new_empty(operands.v.shape, dtype=operands.q.dtype), final_state
 
 
@@ -131,13 +73,11 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tu
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     plan = make_plan(operands, options)
-    if choose_backend(operands, options, plan) == "hopper":
-        from .hopper import launch
-
-        o, final_state = launch.forward(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+    if backends.choose(operands, options, plan) == "hopper":
+        o, final_state = backends.hopper_forward(operands, options, plan)
     else:
         o, final_state = _reference_forward(operands, options)
-    return o, operands.q.new_empty(0, dtype=_compute_dtype(operands.q)) if final_state is None else final_state
+    return o, operands.q.new_empty(0, dtype=compute_dtype(operands.q)) if final_state is None else final_state
 
 
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
@@ -145,114 +85,6 @@ def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[T
     operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
     gradients = _reference_backward(do, dht, operands, options, needed)
     return tuple(operands.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def make_plan(operands: Operands, options: Options) -> Plan:
-    """The plan of a call; exact when the offsets lie on the host.
-
-    Raises:
-        ValueError: when the offsets on the host are not those of packed sequences.
-    """
-    offsets, lengths = _offsets_on_host(operands), None
-    if offsets is not None:
-        lengths = sequence_lengths(offsets.tolist(), operands.q.shape[1])
-    return Plan.build(
-        operands.q.shape,
-        operands.v.shape,
-        None if operands.cu_seqlens is None else operands.cu_seqlens.shape,
-        lengths,
-        sm_count=device_sm_count(operands.q.device),
-        block_dv=options.block_dv or None,
-    )
-
-
-def _offsets_on_host(operands: Operands) -> Tensor | None:
-    """The offsets if they can be read without waiting for a device."""
-    if operands.cu_seqlens_cpu is not None:
-        return operands.cu_seqlens_cpu
-    offsets = operands.cu_seqlens
-    return offsets if offsets is not None and offsets.device.type == "cpu" else None
-
-
-@functools.cache
-def device_sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; those of an H200 where there is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else DEFAULT_SM_COUNT
-
-
-# ------------------------------------------------------------------------------------------------------------- backends
-
-
-def choose_backend(operands: Operands, options: Options, plan: Plan) -> str:
-    """Where one call runs, "hopper" or "reference"; says which and why on the logger ``flashqla``, once per reason.
-
-    Raises:
-        NotImplementedError: when the backend asked for, or context parallelism on the kernels, cannot run the call;
-            lists why.
-    """
-    if options.backend == "reference":
-        return "reference"
-    reasons = hopper_refusals(operands, options, plan)
-    if options.backend == "hopper" and reasons:
-        raise NotImplementedError('backend: "hopper" cannot run this call: ' + "; ".join(reasons))
-    if not reasons and options.form == "split":
-        raise NotImplementedError(
-            "context_parallel: must be False or 'auto' with the Hopper kernels, which have no segments yet, got True; "
-            "backend='reference' has them"
-        )
-    if reasons:
-        _log_choice("reference", "; ".join(reasons))
-        return "reference"
-    _log_choice("hopper", "the device and the call meet every requirement of the kernels")
-    return "hopper"
-
-
-def hopper_refusals(operands: Operands, options: Options, plan: Plan) -> list[str]:
-    """Why the Hopper kernels cannot run a call; empty when they can."""
-    if options.form == "recurrent":
-        return ["token by token recurrence runs on the reference"]
-    reasons = device_refusals(operands.q.device)
-    if reasons:
-        return reasons
-    try:
-        from .hopper import launch
-    except ImportError as error:
-        return [f"the Hopper kernels cannot be imported: {error}"]
-    return launch.refusals(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
-
-
-def device_refusals(device: torch.device | None = None) -> list[str]:
-    """Why the Hopper kernels cannot run on a device (default: the current CUDA device); empty when they can."""
-    if device is not None and device.type != "cuda":
-        return [f"needs tensors on a CUDA device, got {device}"]
-    if not torch.cuda.is_available():
-        return ["needs a CUDA device, none is available"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        found = f"{capability[0]}.{capability[1]} ({torch.cuda.get_device_name(device)})"
-        return [f"needs compute capability 9.0 (Hopper), got {found}"]
-    return []
-
-
-def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
-    return {
-        "scale": options.scale,
-        "initial_state": operands.initial_state,
-        "output_final_state": options.output_final_state,
-        "state_v_first": options.state_v_first,
-        "cu_seqlens": operands.cu_seqlens,
-        "use_qk_l2norm": options.use_qk_l2norm,
-        "use_gate": options.use_gate,
-        "A_log": operands.A_log,
-        "dt_bias": operands.dt_bias,
-        "use_beta_sigmoid": options.use_beta_sigmoid,
-        "allow_neg_eigval": options.allow_neg_eigval,
-    }
-
-
-@functools.cache
-def _log_choice(backend: str, reason: str) -> None:
-    logger.info("backend %s: %s", backend, reason)
 
 
 # ----------------------------------------------------------------------------------------------------------- directions
@@ -276,7 +108,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(operands: Operands, options: Options) -> _Prepared:
-    compute = _compute_dtype(operands.q)
+    compute = compute_dtype(operands.q)
 
     def upcast(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(compute)

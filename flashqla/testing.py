@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .ops import device_refusals
+from .backends import device_refusals
 from .reference import Result
 
 RECIPES = ("bench", "faults", "correlated")
@@ -176,7 +176,7 @@ def oracle64(
     if use_qk_l2norm_in_kernel:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     if use_gate_in_kernel:
-        g = -A_log.exp() * F.softplus(g if dt_bias is None else g + dt_bias)
+        g = A_log.exp() * F.logsigmoid(-(g if dt_bias is None else g + dt_bias))  # softplus is linear beyond 20
     if use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
     return reference.recurrent(q, k, v, g, beta, initial_state=exact(initial_state), **keywords)

@@ -17,6 +17,7 @@ import torch
 import flashqla
 from flashqla import (
     Plan,
+    backends,
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
@@ -24,6 +25,7 @@ from flashqla import (
     is_supported,
     ops,
 )
+from flashqla.operands import Operands, Options
 from flashqla.testing import check_outcome, inputs, oracle64, outcome
 
 DIMS = {"heads": 2, "value_heads": 4, "head_dim_k": 64, "head_dim_v": 128}
@@ -173,7 +175,7 @@ def test_inputs_are_not_written_to(device, dtype):
 
 
 def test_backend_is_logged_once(caplog):
-    ops._log_choice.cache_clear()
+    backends._log_choice.cache_clear()
     made = inputs(tokens=8, **DIMS)
     with caplog.at_level(logging.INFO, logger="flashqla"):
         chunk_gated_delta_rule(**made.arguments())
@@ -219,10 +221,10 @@ def pretend_hopper(monkeypatch):
     package.launch = launch
     monkeypatch.setitem(sys.modules, "flashqla.hopper", package)
     monkeypatch.setattr(flashqla, "hopper", package, raising=False)
-    monkeypatch.setattr(ops, "device_refusals", lambda device=None: [])
-    ops._log_choice.cache_clear()
+    monkeypatch.setattr(backends, "device_refusals", lambda device=None: [])
+    backends._log_choice.cache_clear()
     yield launch
-    ops._log_choice.cache_clear()
+    backends._log_choice.cache_clear()
 
 
 def test_auto_takes_the_kernels_where_they_can(pretend_hopper, caplog):
@@ -259,8 +261,8 @@ def test_kernels_have_no_segments_yet(pretend_hopper):
 def test_insisting_on_kernels_that_refuse(pretend_hopper):
     pretend_hopper.reasons = ["K: must be 64 or 128, got 16", "q: must be bfloat16 or float16"]
     made = inputs(tokens=8)
-    call = ops.Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = ops.Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
     with pytest.raises(NotImplementedError, match=r'backend: "hopper" cannot run this call: K: .*; q: '):
         ops.forward(call, options)
 

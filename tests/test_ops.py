@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashqla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, ops
+from flashqla import Gradients, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from flashqla.operands import NUM_DIFFERENTIABLE
 from flashqla.testing import inputs, outcome
 
 DIMS = {"heads": 1, "value_heads": 2, "head_dim_k": 16, "head_dim_v": 32}
@@ -44,8 +45,8 @@ def test_opcheck(device, case):
     arguments = arguments_of(made, **options)
     torch.library.opcheck(torch.ops.flashqla.gated_delta_rule_forward.default, arguments)
     dht = made.dht.mT.contiguous() if options.get("v_first") else made.dht
-    present = [tensor is not None for tensor in arguments[: ops.NUM_DIFFERENTIABLE]]
-    for needed in (present, [False] * ops.NUM_DIFFERENTIABLE):
+    present = [tensor is not None for tensor in arguments[:NUM_DIFFERENTIABLE]]
+    for needed in (present, [False] * NUM_DIFFERENTIABLE):
         backward_arguments = [made.do, dht, *arguments, needed]
         torch.library.opcheck(torch.ops.flashqla.gated_delta_rule_backward.default, backward_arguments)
     torch.library.opcheck(
@@ -166,7 +167,7 @@ def test_differentiable_once(device):
 def test_unneeded_gradients_are_not_made(device):
     made = inputs(tokens=8, device=device, **DIMS)
     arguments = arguments_of(made)
-    needed = [name == "dv" for name in ops.Gradients._fields]
+    needed = [name == "dv" for name in Gradients._fields]
     gradients = torch.ops.flashqla.gated_delta_rule_backward(made.do, made.dht, *arguments, needed)
     assert [gradient.numel() > 0 for gradient in gradients] == needed
 

@@ -1,335 +1,406 @@
-"""Fused chunk forward of the gated delta rule on SM90: state chain and output of one value head in one CTA."""
+"""Chunk forward: the state chain and the output of one value head, or of a block of its value columns, in one CTA.
+
+Inputs
+    q, k         [T, H, K]             bf16 or fp16, K in {64, 128}; token and head strides of 16-byte multiples, last 1
+    v            [T, HV, V]            dtype of q, V in {64, 128}; strides likewise
+    a            [slots, HV, 64, 64]   dtype of q: the inverse of `gated_inverse`
+    gates        [slots, HV, 2, 64]    fp32: log2 decay summed over the chunk (G), log2 key scale (r)
+    cu_seqlens   [N + 1]               int32, on the device
+    initial      [N, HV, K, V]         fp32, any strides; read if `has_initial`
+    scale        fp32;  has_initial, has_final, l2norm   int32, run-time switches
+Outputs
+    o            [T, HV, V]            dtype of q; rows past cu_seqlens[-1] become 0
+    final        [N, HV, K, V]         fp32, any strides; written if `has_final`
+Definition
+    The chunk form (eq. 3.3 to 3.6) in the chunk's own frame, where no gate is left (eq. 8.1 to 8.6): a state S of frame c
+    stands for c S, and with f_i = 1 / (exp(G_i) r_i c)
+        W = f V - K S,   U = A W,   O = c exp(G) scale (Q S + Tril(Q K^T) U),   S' = S + K^T U,   c' = exp(G_C) c.
+    c and 1 / exp(G) stay within 2^+-FRAME: a chunk that would leave it is `special` and takes eq. 8.7, gates and all.
+
+Grid: N * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in L2.
+Warpgroups, and what they wait for
+    chain (BV / 64)  keeps S^T, 64 rows each, in registers as the A operand of every wgmma; per chunk K S, A W, Q S, K^T U,
+                     P U, and the output rounded, transposed by stmatrix. Waits: `full` (tiles), `scores_full`, `o_free`.
+    scores           P = Tril(Q K^T) of the chunk ahead; with l2norm also the query norms. Waits: `full`, `free`.
+    producers        one warp each: TMA loads and the zeroes past the end of a sequence (`free`), gate factors (`free`),
+                     TMA stores (`o_full`).
+Shared memory, K = V = BV = 128: three stages of Q, K, V (16 KB each) and A (8 KB), two of P (8 KB), O 16 KB, factors 5 KB: 205 KB.
+Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgroups; 232, 128, 40 with one.
+"""
 
 import tilelang
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-LOG2E = 1.4426950408889634
-C = 64  # tokens per chunk
-ROWS = 64  # rows of S^T one warpgroup owns: the M of one wgmma
+from .workarounds import count_accumulators_per_warpgroup
+
+CHUNK_SIZE = 64
+ROWS = 64  # of S^T in one warpgroup: the M of a wgmma
+STAGES = 3
+FRAME = 60.0  # log2 range of a frame: two of them still multiply within fp32 and bf16
+EPSILON = 1e-6  # of eq. 2.4
+
+# rows of the factors of a chunk
+VALUE, OUTPUT, STATE, KEEP, GATE, SCALARS = range(6)
+# eq. 8.1:  f      c exp(G) scale   c exp(G)   exp(G_C - G)   G
+SPECIAL, DECAY, FRAME_OUT = range(3)  # of the scalars: 0 or 1; what S is multiplied with in a special chunk; c'
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers below are the only ones needed
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # every index below is in range
 }
 
-# TileLang 0.1.15 counts the accumulator registers of all warpgroups of a gemm in each thread's fence.
-from tilelang.cuda.intrinsics.macro.wgmma_macro_generator import TensorCoreIntrinEmitter as _E
-
-_E.wgmma_accum_regs = property(lambda self: self.wgmma_num_inst_m * self.warp_cols * self.local_size_out)
+count_accumulators_per_warpgroup()
 
 
-def build(dtype="bfloat16", head_dim_k=128, head_dim_v=128, block_dv=128, stages=3, registers=None):
-    """..."""
-    DK, DV, BV, ST = head_dim_k, head_dim_v, block_dv, stages
-    limit = 60.0 if dtype == "bfloat16" else -1.0
-    SPLITS = DV // BV
-    CHAINS = BV // ROWS  # chain warpgroups
-    THREADS = 128 * (CHAINS + 2)
-    chain_regs, output_regs, producer_regs = registers or ((208, 72, 24) if CHAINS == 2 else (232, 128, 40))
-    f32, i32 = "float32", "int32"
-    FULL_ROW = T.GemmWarpPolicy.FullRow
-    tokens, H, HV, N, slots = T.dynamic("tokens, H, HV, N, slots")
-    q_st, q_sh, k_st, k_sh, v_st, v_sh = T.dynamic("q_st, q_sh, k_st, k_sh, v_st, v_sh")
-    in_n, in_h, in_k, in_v = T.dynamic("in_n, in_h, in_k, in_v")
-    out_n, out_h, out_k, out_v = T.dynamic("out_n, out_h, out_k, out_v")
-    N1 = T.dynamic("N1")
+def transposed(rows: int, columns: int):
+    """[column, row] fragment that keeps each element in the register where the [row, column] accumulator has it."""
+    return T.Fragment(
+        [columns, rows],
+        forward_thread_fn=lambda c, r: (r // 16) * 32 + (r % 8) * 4 + (c % 8) // 2,
+        forward_index_fn=lambda c, r: (c // 8) * 4 + ((r % 16) // 8) * 2 + c % 2,
+    )
 
-    def transposed(rows, columns):
-        """[column, row] fragment that holds its elements in the same registers as the [row, column] accumulator of a wgmma."""
-        return T.Fragment(
-            [columns, rows],
-            forward_thread_fn=lambda c, r: (r // 16) * 32 + (r % 8) * 4 + (c % 8) // 2,
-            forward_index_fn=lambda c, r: (c // 8) * 4 + ((r % 16) // 8) * 2 + c % 2,
-        )
+
+def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128, block_dv: int = 128):
+    """The kernel as a TileLang PrimFunc.
+
+    Args:
+        dtype: of q, k, v, a and o, "bfloat16" or "float16".
+        head_dim_k, head_dim_v: K and V, 64 or 128.
+        block_dv: value columns of a CTA, 64 or 128, at most V.
+    """
+    C, DK, DV, BV, ST = CHUNK_SIZE, head_dim_k, head_dim_v, block_dv, STAGES
+    blocks, chains = DV // BV, BV // ROWS
+    chain_threads, scores_threads = 128 * chains, 128 * (chains + 1)
+    registers_chain, registers_scores, registers_producer = (208, 72, 24) if chains == 2 else (232, 128, 40)
+    # fp16 has no exponents to spare: every chunk is special there.
+    frame = FRAME if dtype == "bfloat16" else -1.0
+    f32, i32, i64 = "float32", "int32", "int64"
+    num_tokens, H, HV, N, N_plus_1, slots = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots")
+    q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head = T.dynamic(
+        "q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head", i64
+    )
+    initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
+    final_n, final_h, final_k, final_v = T.dynamic("final_n, final_h, final_k, final_v", i64)
+
+    def wgmma(A, B, accumulator, **options):
+        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
 
     @T.macro
     def arrive(barrier, index, lane):
+        """One arrival a warp: 32 would queue at the same word."""
         T.sync_warp()
         if lane == 0:
             T.barrier_arrive(barrier[index])
 
     @T.macro
-    def load_v(st, V, v0_s, v1_s, v2_s):
-        # One buffer a stage: TileLang's ldmatrix copy ignores the offset of a slice.
-        if st == 0:
-            T.copy(v0_s, V)
-        elif st == 1:
-            T.copy(v1_s, V)
+    def load_values(i, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared):
+        # A buffer a stage: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
+        if i % ST == 0:
+            T.copy(v0_shared, V)
+        elif i % ST == 1:
+            T.copy(v1_shared, V)
         else:
-            T.copy(v2_s, V)
+            T.copy(v2_shared, V)
+        T.copy(factors_shared[i % ST, VALUE, :], f)
+        special[0] = factors_shared[i % ST, SCALARS, SPECIAL]
 
     @T.macro
-    def load(i, V, f, special, v0_s, v1_s, v2_s, gx_s):
-        load_v(i % ST, V, v0_s, v1_s, v2_s)
-        T.copy(gx_s[i % ST, 0, :], f)
-        special[0] = gx_s[i % ST, 5, 0]
+    def start_chunk(i, S, S_operand, U, k_shared):
+        T.copy(S, S_operand)
+        wgmma(S_operand, k_shared[i % ST, :, :], U, transpose_B=True, clear_accum=True)  # (K S)^T
 
     @T.macro
-    def begin(i, S, Sb, U, k_s):
-        T.copy(S, Sb)
-        T.wgmma_gemm(Sb, k_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-
-    @T.macro
-    def middle(i, S, Sb, U, O, W, Ub, V, f, q_s, k_s, a_s, p_s, p_full):
+    def chunk(i, S, S_operand, U, O, W, U_operand, V, f, q_shared, k_shared, a_shared, p_shared, scores_full):
         for r, c in T.Parallel(BV, C):
             W[r, c] = V[c, r] * f[c] - U[r, c]
-        T.wgmma_gemm(W, a_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-        T.wgmma_gemm(Sb, q_s[i % ST, :, :], O, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-        T.wait_wgmma(1)
-        T.copy(U, Ub)
-        T.wgmma_gemm(Ub, k_s[i % ST, :, :], S, policy=FULL_ROW)
-        T.barrier_wait(p_full[0], i % 2)
-        T.wait_wgmma(1)
-        T.wgmma_gemm(Ub, p_s, O, transpose_B=True, policy=FULL_ROW)
+        wgmma(W, a_shared[i % ST, :, :], U, transpose_B=True, clear_accum=True)
+        wgmma(S_operand, q_shared[i % ST, :, :], O, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(1)  # U
+        T.copy(U, U_operand)
+        wgmma(U_operand, k_shared[i % ST, :, :], S)
+        T.barrier_wait(scores_full[i % 2], (i // 2) % 2)
+        T.wait_wgmma(1)  # Q S
+        wgmma(U_operand, p_shared[i % 2, :, :], O, transpose_B=True)
 
     @T.macro
-    def middle_special(i, S, Sb, U, O, W, Ub, V, f, y, q_s, k_s, a_s, p_s, gx_s, p_full):
+    def special_chunk(i, S, S_operand, U, O, W, U_operand, V, f, decay, q_shared, k_shared, a_shared, p_shared,
+                      factors_shared, scores_full):  # fmt: skip
+        """Eq. 8.7, and the way to a new frame: rare, so one step after the other."""
         for r, c in T.Parallel(BV, C):
-            W[r, c] = V[c, r] * f[c] - gx_s[i % ST, 2, c] * U[r, c]
-        y[0] = gx_s[i % ST, 5, 1]
+            W[r, c] = V[c, r] * f[c] - factors_shared[i % ST, STATE, c] * U[r, c]
+        decay[0] = factors_shared[i % ST, SCALARS, DECAY]
         for r, c in T.Parallel(BV, DK):
-            S[r, c] *= y[0]
-        T.wgmma_gemm(Sb, q_s[i % ST, :, :], O, transpose_B=True, clear_accum=True, policy=FULL_ROW)
-        T.wgmma_gemm(W, a_s[i % ST, :, :], U, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+            S[r, c] *= decay[0]
+        wgmma(S_operand, q_shared[i % ST, :, :], O, transpose_B=True, clear_accum=True)
+        wgmma(W, a_shared[i % ST, :, :], U, transpose_B=True, clear_accum=True)
         T.wait_wgmma(0)
         for r, c in T.Parallel(BV, C):
-            O[r, c] *= gx_s[i % ST, 2, c]
-        T.copy(U, Ub)
-        T.barrier_wait(p_full[0], i % 2)
-        T.wgmma_gemm(Ub, p_s, O, transpose_B=True, policy=FULL_ROW)
+            O[r, c] *= factors_shared[i % ST, STATE, c]
+        T.copy(U, U_operand)
+        T.barrier_wait(scores_full[i % 2], (i // 2) % 2)
+        wgmma(U_operand, p_shared[i % 2, :, :], O, transpose_B=True)
         T.wait_wgmma(0)
         for r, c in T.Parallel(BV, C):
-            Ub[r, c] = U[r, c] * gx_s[i % ST, 3, c]
-        T.wgmma_gemm(Ub, k_s[i % ST, :, :], S, policy=FULL_ROW)
+            U_operand[r, c] = U[r, c] * factors_shared[i % ST, KEEP, c]
+        wgmma(U_operand, k_shared[i % ST, :, :], S)
         T.wait_wgmma(0)
 
     @T.macro
-    def store(i, O, Ot, gx_s, o_s, free, o_full, o_free, lane):
-        T.barrier_wait(o_free[0], (i + 1) % 2)
+    def round_output(i, O, O_rounded, factors_shared, o_shared):
         for c, r in T.Parallel(C, BV):
-            Ot[c, r] = O[r, c] * gx_s[i % ST, 1, c]
-        T.copy(Ot, o_s)
-        T.fence_proxy_async()
+            O_rounded[c, r] = O[r, c] * factors_shared[i % ST, OUTPUT, c]
+        T.copy(O_rounded, o_shared)
+
+    @T.macro
+    def finish_chunk(i, free, o_full, lane):
+        T.fence_proxy_async()  # o_shared goes to TMA
         arrive(o_full, 0, lane)
         arrive(free, i % ST, lane)
 
     @T.prim_func
     def chunk_forward(
-        q: T.StridedTensor((tokens, H, DK), (q_st, q_sh, 1), dtype),
-        k: T.StridedTensor((tokens, H, DK), (k_st, k_sh, 1), dtype),
-        v: T.StridedTensor((tokens, HV, DV), (v_st, v_sh, 1), dtype),
+        q: T.StridedTensor((num_tokens, H, DK), (q_token, q_head, 1), dtype),
+        k: T.StridedTensor((num_tokens, H, DK), (k_token, k_head, 1), dtype),
+        v: T.StridedTensor((num_tokens, HV, DV), (v_token, v_head, 1), dtype),
         a: T.Tensor((slots, HV, C, C), dtype),
         gates: T.Tensor((slots, HV, 2, C), f32),
-        cu_seqlens: T.Tensor((N1,), i32),
-        initial: T.StridedTensor((N, HV, DK, DV), (in_n, in_h, in_k, in_v), f32),
-        final: T.StridedTensor((N, HV, DK, DV), (out_n, out_h, out_k, out_v), f32),
-        o: T.Tensor((tokens, HV, DV), dtype),
+        cu_seqlens: T.Tensor((N_plus_1,), i32),
+        initial: T.StridedTensor((N, HV, DK, DV), (initial_n, initial_h, initial_k, initial_v), f32),
+        final: T.StridedTensor((N, HV, DK, DV), (final_n, final_h, final_k, final_v), f32),
+        o: T.StridedTensor((num_tokens, HV, DV), (o_token, o_head, 1), dtype),
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
+        l2norm: T.int32,
     ):
-        with T.Kernel(N * HV * SPLITS, threads=THREADS) as bid:
-            q_s = T.alloc_shared((ST, C, DK), dtype)
-            k_s = T.alloc_shared((ST, C, DK), dtype)
-            v0_s = T.alloc_shared((C, BV), dtype)
-            v1_s = T.alloc_shared((C, BV), dtype)
-            v2_s = T.alloc_shared((C, BV), dtype)
-            a_s = T.alloc_shared((ST, C, C), dtype)
-            gx_s = T.alloc_shared((ST, 6, C), f32, scope="shared")
-            p_s = T.alloc_shared((C, C), dtype)
-            o_s = T.alloc_shared((C, BV), dtype)
+        with T.Kernel(N * HV * blocks, threads=128 * (chains + 2)) as block:
+            q_shared = T.alloc_shared((ST, C, DK), dtype)
+            k_shared = T.alloc_shared((ST, C, DK), dtype)
+            v0_shared = T.alloc_shared((C, BV), dtype)
+            v1_shared = T.alloc_shared((C, BV), dtype)
+            v2_shared = T.alloc_shared((C, BV), dtype)
+            a_shared = T.alloc_shared((ST, C, C), dtype)
+            p_shared = T.alloc_shared((2, C, C), dtype)
+            o_shared = T.alloc_shared((C, BV), dtype)
+            factors_shared = T.alloc_shared((ST, 6, C), f32, scope="shared")
 
-            S = T.alloc_fragment((BV, DK), f32)
-            Sb = T.alloc_fragment((BV, DK), dtype)
-            U = T.alloc_fragment((BV, C), f32)
-            W = T.alloc_fragment((BV, C), dtype)
-            Vt = T.alloc_fragment((C, BV), dtype)
-            Ub = T.alloc_fragment((BV, C), dtype)
-            f = T.alloc_fragment((C,), f32)
-            Ot = T.alloc_fragment((C, BV), dtype)
-            special = T.alloc_local((1,), f32)
-            lc = T.alloc_local((1,), f32)
-            decays = T.alloc_local((1,), f32)
-            fresh = T.alloc_local((1,), f32)
-            c0 = T.alloc_local((1,), f32)
-            G = T.alloc_local((2,), f32)
-            lk = T.alloc_local((2,), f32)
-            gC = T.alloc_local((1,), f32)
-            P = T.alloc_fragment((C, C), f32)
-            Pb = T.alloc_fragment((C, C), dtype)
+            S = T.alloc_fragment((BV, DK), f32)  # S^T; all of the chain is transposed
+            S_operand = T.alloc_fragment((BV, DK), dtype)
+            U = T.alloc_fragment((BV, C), f32)  # K S, then U
             O = T.alloc_fragment((BV, C), f32)
+            W = T.alloc_fragment((BV, C), dtype)
+            U_operand = T.alloc_fragment((BV, C), dtype)
+            V = T.alloc_fragment((C, BV), dtype)
+            f = T.alloc_fragment((C,), f32)
+            O_rounded = T.alloc_fragment((C, BV), dtype)
+            special = T.alloc_local((1,), f32)
+            decay = T.alloc_local((1,), f32)
+            P = T.alloc_fragment((C, C), f32)
+            P_rounded = T.alloc_fragment((C, C), dtype)
+            query = T.alloc_local((8,), dtype)
+            square = T.alloc_local((1,), f32)
+            G = T.alloc_local((2,), f32)
+            log_r = T.alloc_local((2,), f32)
+            G_last = T.alloc_local((1,), f32)
+            log_c = T.alloc_local((1,), f32)
+            c_before = T.alloc_local((1,), f32)
+            gated = T.alloc_local((1,), f32)  # 1 for a chunk whose decay exceeds the frame
+            leaves = T.alloc_local((1,), f32)  # 1 for a special chunk
 
+            # `full[ST]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
-            free = T.alloc_barrier(arrive_count=[4 * (CHAINS + 1)] * ST)
-            p_full = T.alloc_barrier(arrive_count=[4])
-            o_full = T.alloc_barrier(arrive_count=[4 * CHAINS])
+            free = T.alloc_barrier(arrive_count=[4 * (chains + 1)] * ST)
+            scores_full = T.alloc_barrier(arrive_count=[4] * 2)
+            o_full = T.alloc_barrier(arrive_count=[4 * chains])
             o_free = T.alloc_barrier(arrive_count=[32])
-
             T.annotate_layout(
-                {
-                    Vt: transposed(BV, C),
-                    Ot: transposed(BV, C),
-                    v0_s: make_full_bank_swizzled_layout(v0_s),
-                    v1_s: make_full_bank_swizzled_layout(v1_s),
-                    v2_s: make_full_bank_swizzled_layout(v2_s),
-                    o_s: make_full_bank_swizzled_layout(o_s),
-                }
+                {V: transposed(BV, C), O_rounded: transposed(BV, C)}
+                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared, o_shared)}
             )
 
-            tx = T.get_thread_binding()
-            lane = tx % 32
+            thread = T.get_thread_binding()
+            lane = thread % 32
             i_n = T.alloc_var(i32)
             i_h = T.alloc_var(i32)
             i_k = T.alloc_var(i32)
-            v0 = T.alloc_var(i32)
+            v_start = T.alloc_var(i32)
             start = T.alloc_var(i32)
             length = T.alloc_var(i32)
             n = T.alloc_var(i32)
-            slot0 = T.alloc_var(i32)
-            i_n = T.truncdiv(bid, HV * SPLITS)
-            i_h = T.truncdiv(bid - i_n * (HV * SPLITS), SPLITS)
-            v0 = (bid - i_n * (HV * SPLITS) - i_h * SPLITS) * BV
+            slot = T.alloc_var(i32)
+            i_n = T.truncdiv(block, HV * blocks)
+            i_h = T.truncdiv(block - i_n * (HV * blocks), blocks)
+            v_start = (block - i_n * (HV * blocks) - i_h * blocks) * BV
             i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
             start = cu_seqlens[i_n]
             length = cu_seqlens[i_n + 1] - start
             n = T.truncdiv(length + (C - 1), C)
-            slot0 = T.min(i_n, start)
-            slot0 = slot0 + T.truncdiv(start - slot0, C)
+            slot = T.min(i_n, start)
+            slot = slot + T.truncdiv(start - slot, C)
 
-            if tx < 128 * CHAINS:
-                T.set_max_nreg(chain_regs, 1)
+            if thread < chain_threads:
+                T.set_max_nreg(registers_chain, 1)
                 if has_initial != 0:
                     for r, c in T.Parallel(BV, DK):
-                        S[r, c] = initial[i_n, i_h, c, v0 + r]
+                        S[r, c] = initial[i_n, i_h, c, v_start + r]
                 else:
                     T.clear(S)
-                gC[0] = 1.0
+                decay[0] = 1.0
                 if n > 0:
                     T.barrier_wait(full[0], 0)
-                    load(0, Vt, f, special, v0_s, v1_s, v2_s, gx_s)
-                    begin(0, S, Sb, U, k_s)
+                    load_values(0, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                    start_chunk(0, S, S_operand, U, k_shared)
                     T.wait_wgmma(0)
                     for i in T.serial(n - 1):
+                        # Here nothing is in flight; U = (K S)^T, and the values of chunk i are in registers.
                         if special[0] != 0:
-                            middle_special(i, S, Sb, U, O, W, Ub, Vt, f, gC, q_s, k_s, a_s, p_s, gx_s, p_full)
+                            special_chunk(i, S, S_operand, U, O, W, U_operand, V, f, decay, q_shared, k_shared,
+                                          a_shared, p_shared, factors_shared, scores_full)  # fmt: skip
                             T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
-                            begin(i + 1, S, Sb, U, k_s)
+                            T.barrier_wait(o_free[0], (i + 1) % 2)
+                            start_chunk(i + 1, S, S_operand, U, k_shared)
                         else:
-                            middle(i, S, Sb, U, O, W, Ub, Vt, f, q_s, k_s, a_s, p_s, p_full)
+                            chunk(i, S, S_operand, U, O, W, U_operand, V, f, q_shared, k_shared, a_shared, p_shared,
+                                  scores_full)  # fmt: skip
                             T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
-                            T.wait_wgmma(1)
-                            begin(i + 1, S, Sb, U, k_s)
-                            T.wait_wgmma(1)
-                        store(i, O, Ot, gx_s, o_s, free, o_full, o_free, lane)
-                        load(i + 1, Vt, f, special, v0_s, v1_s, v2_s, gx_s)
+                            T.barrier_wait(o_free[0], (i + 1) % 2)
+                            T.wait_wgmma(1)  # S
+                            start_chunk(i + 1, S, S_operand, U, k_shared)
+                            T.wait_wgmma(1)  # O
+                        round_output(i, O, O_rounded, factors_shared, o_shared)
+                        load_values(i + 1, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                        finish_chunk(i, free, o_full, lane)
                         T.wait_wgmma(0)
                     if special[0] != 0:
-                        middle_special(n - 1, S, Sb, U, O, W, Ub, Vt, f, gC, q_s, k_s, a_s, p_s, gx_s, p_full)
+                        special_chunk(n - 1, S, S_operand, U, O, W, U_operand, V, f, decay, q_shared, k_shared,
+                                      a_shared, p_shared, factors_shared, scores_full)  # fmt: skip
                     else:
-                        middle(n - 1, S, Sb, U, O, W, Ub, Vt, f, q_s, k_s, a_s, p_s, p_full)
+                        chunk(n - 1, S, S_operand, U, O, W, U_operand, V, f, q_shared, k_shared, a_shared, p_shared,
+                              scores_full)  # fmt: skip
                         T.wait_wgmma(0)
-                    gC[0] = gx_s[(n - 1) % ST, 5, 3]
-                    store(n - 1, O, Ot, gx_s, o_s, free, o_full, o_free, lane)
+                    decay[0] = factors_shared[(n - 1) % ST, SCALARS, FRAME_OUT]
+                    T.barrier_wait(o_free[0], n % 2)
+                    round_output(n - 1, O, O_rounded, factors_shared, o_shared)
+                    finish_chunk(n - 1, free, o_full, lane)
                 if has_final != 0:
                     for r, c in T.Parallel(BV, DK):
-                        final[i_n, i_h, c, v0 + r] = S[r, c] * gC[0]
-            elif tx < 128 * (CHAINS + 1):
-                T.set_max_nreg(output_regs, 0)
+                        final[i_n, i_h, c, v_start + r] = S[r, c] * decay[0]
+
+            elif thread < scores_threads:
+                T.set_max_nreg(registers_scores, 0)
+                row = (thread - chain_threads) // 2
+                half = thread % 2
                 for i in T.serial(n):
                     st = i % ST
                     T.barrier_wait(full[st], (i // ST) % 2)
-                    T.wgmma_gemm(q_s[st, :, :], k_s[st, :, :], P, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+                    wgmma(q_shared[st, :, :], k_shared[st, :, :], P, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
-                    if gx_s[st, 5, 0] != 0:
+                    if factors_shared[st, SCALARS, SPECIAL] != 0:
                         for x, y in T.Parallel(C, C):
-                            P[x, y] *= T.exp2(gx_s[st, 4, x] - gx_s[st, 4, y])
+                            P[x, y] *= T.exp2(factors_shared[st, GATE, x] - factors_shared[st, GATE, y])
                     for x, y in T.Parallel(C, C):
-                        Pb[x, y] = T.Select(x >= y, P[x, y], T.float32(0))
-                    if i > 0:
-                        T.barrier_wait(free[(i - 1) % ST], ((i - 1) // ST) % 2)
-                    T.copy(Pb, p_s)
+                        P_rounded[x, y] = T.Select(x >= y, P[x, y], T.float32(0))
+                    if l2norm != 0:
+                        # eq. 2.4 for the query of each row, two threads a row; it joins the row's output factor
+                        square[0] = 0.0
+                        for j in T.serial(DK // 16):
+                            for e in T.vectorized(8):
+                                query[e] = q_shared[st, row, half * (DK // 2) + j * 8 + e]
+                            for e in T.unroll(8):
+                                square[0] += T.cast(query[e], f32) * T.cast(query[e], f32)
+                        square[0] += T.shfl_xor(square[0], 1)
+                        if half == 0:
+                            factors_shared[st, OUTPUT, row] *= T.rsqrt(square[0] + EPSILON)
+                    if i > 1:
+                        T.barrier_wait(free[(i - 2) % ST], ((i - 2) // ST) % 2)  # the scores of chunk i - 2 have been used
+                    T.copy(P_rounded, p_shared[i % 2, :, :])
                     T.fence_proxy_async()
-                    arrive(p_full, 0, lane)
+                    arrive(scores_full, i % 2, lane)
                     arrive(free, st, lane)
+
             else:
-                T.set_max_nreg(producer_regs, 0)
-                base = 128 * (CHAINS + 1)
-                if tx < base + 32:
+                T.set_max_nreg(registers_producer, 0)
+                if thread < scores_threads + 32:  # loads
                     for i in T.serial(n):
                         st = i % ST
-                        t0 = start + i * C
+                        t = start + i * C
                         valid = length - i * C
-                        T.barrier_wait(free[st], (i // ST + 1) % 2)
                         land = T.if_then_else(valid >= C, st, ST)
-                        T.tma_copy(k[t0 : t0 + C, i_k, 0:DK], k_s[st, :, :], barrier=full[land])
-                        T.tma_copy(q[t0 : t0 + C, i_k, 0:DK], q_s[st, :, :], barrier=full[land])
-                        T.tma_copy(a[slot0 + i, i_h, 0:C, 0:C], a_s[st, :, :], barrier=full[land])
+                        T.barrier_wait(free[st], (i // ST + 1) % 2)
+                        T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
+                        T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
+                        T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
                         if st == 0:
-                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v0_s, barrier=full[land])
+                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v0_shared, barrier=full[land])
                         elif st == 1:
-                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v1_s, barrier=full[land])
+                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v1_shared, barrier=full[land])
                         else:
-                            T.tma_copy(v[t0 : t0 + C, i_h, v0 : v0 + BV], v2_s, barrier=full[land])
+                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v2_shared, barrier=full[land])
                         T.barrier_arrive(full[land])
                         if valid < C:
+                            # Rows past the end belong to the next sequence or to nobody, and may be NaN.
                             T.barrier_wait(full[ST], 0)
                             for r in T.serial(C - valid):
                                 for c in T.Parallel(DK):
-                                    k_s[st, valid + r, c] = 0
+                                    k_shared[st, valid + r, c] = 0
                                 for c in T.Parallel(BV):
                                     if st == 0:
-                                        v0_s[valid + r, c] = 0
+                                        v0_shared[valid + r, c] = 0
                                     elif st == 1:
-                                        v1_s[valid + r, c] = 0
+                                        v1_shared[valid + r, c] = 0
                                     else:
-                                        v2_s[valid + r, c] = 0
+                                        v2_shared[valid + r, c] = 0
                             T.fence_proxy_async()
                             T.barrier_arrive(full[st])
-                elif tx < base + 64:
-                    lc[0] = 0.0
+                elif thread < scores_threads + 64:  # factors, eq. 8.1
+                    log_c[0] = 0.0
                     for i in T.serial(n):
                         st = i % ST
-                        slot = slot0 + i
-                        gC[0] = gates[slot, i_h, 0, C - 1]
+                        G_last[0] = gates[slot + i, i_h, 0, C - 1]
                         for j in T.unroll(2):
-                            G[j] = gates[slot, i_h, 0, lane + 32 * j]
-                            lk[j] = gates[slot, i_h, 1, lane + 32 * j]
+                            G[j] = gates[slot + i, i_h, 0, lane + 32 * j]
+                            log_r[j] = gates[slot + i, i_h, 1, lane + 32 * j]
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
-                        # Special chunks leave the gate-free frame: a decay beyond its range, or a new frame.
-                        decays[0] = T.if_then_else(gC[0] < -limit, 1.0, 0.0)
-                        fresh[0] = T.if_then_else(lc[0] + gC[0] < -limit, 1.0, 0.0)
-                        c0[0] = T.exp2(lc[0])
-                        if fresh[0] != 0:
+                        gated[0] = T.if_then_else(G_last[0] < -frame, 1.0, 0.0)
+                        leaves[0] = T.if_then_else(log_c[0] + G_last[0] < -frame, 1.0, 0.0)
+                        c_before[0] = T.exp2(log_c[0])
+                        if leaves[0] != 0:
                             for j in T.unroll(2):
                                 x = lane + 32 * j
-                                gx_s[st, 2, x] = T.exp2(G[j] * decays[0]) * c0[0]
-                                gx_s[st, 3, x] = T.exp2((gC[0] - G[j]) * decays[0])
-                                gx_s[st, 4, x] = G[j] * decays[0]
-                            lc[0] = 0.0
+                                factors_shared[st, STATE, x] = T.exp2(G[j] * gated[0]) * c_before[0]
+                                factors_shared[st, KEEP, x] = T.exp2((G_last[0] - G[j]) * gated[0])
+                                factors_shared[st, GATE, x] = G[j] * gated[0]
+                            log_c[0] = 0.0
                         for j in T.unroll(2):
                             x = lane + 32 * j
-                            gx_s[st, 0, x] = T.exp2(-lk[j] - lc[0] - G[j] * (1.0 - decays[0]))
-                            gx_s[st, 1, x] = T.exp2(lc[0] + G[j] * (1.0 - decays[0])) * scale
-                        lc[0] = lc[0] + gC[0] * (1.0 - decays[0])
+                            factors_shared[st, VALUE, x] = T.exp2(-log_r[j] - log_c[0] - G[j] * (1.0 - gated[0]))
+                            factors_shared[st, OUTPUT, x] = T.exp2(log_c[0] + G[j] * (1.0 - gated[0])) * scale
+                        log_c[0] = log_c[0] + G_last[0] * (1.0 - gated[0])
                         if lane == 0:
-                            gx_s[st, 5, 0] = fresh[0]
-                            gx_s[st, 5, 1] = T.exp2(gC[0] * decays[0]) * c0[0]
-                            gx_s[st, 5, 3] = T.exp2(lc[0])
+                            factors_shared[st, SCALARS, SPECIAL] = leaves[0]
+                            factors_shared[st, SCALARS, DECAY] = T.exp2(G_last[0] * gated[0]) * c_before[0]
+                            factors_shared[st, SCALARS, FRAME_OUT] = T.exp2(log_c[0])
                         T.barrier_arrive(full[st])
-                elif tx < base + 96:
+                elif thread < scores_threads + 96:  # stores
                     for i in T.serial(n):
+                        t = start + i * C
                         valid = length - i * C
                         T.barrier_wait(o_full[0], i % 2)
                         if valid >= C:
-                            T.tma_copy(o_s, o[start + i * C : start + i * C + C, i_h, v0 : v0 + BV])
+                            T.tma_copy(o_shared, o[t : t + C, i_h, v_start : v_start + BV])
                             T.tma_store_wait(0)
                         else:
                             for r in T.serial(valid):
                                 for c in T.Parallel(BV):
-                                    o[start + i * C + r, i_h, v0 + c] = o_s[r, c]
+                                    o[t + r, i_h, v_start + c] = o_shared[r, c]
                         T.barrier_arrive(o_free[0])
+                elif i_n == N - 1:  # padding
+                    for r in T.serial(num_tokens - start - length):
+                        for c in T.Parallel(BV):
+                            o[start + length + r, i_h, v_start + c] = 0
 
     return chunk_forward

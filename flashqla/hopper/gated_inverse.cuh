@@ -11,7 +11,7 @@
 // Unit keys: with n_i = |k_i| and c_ij the cosine of keys i and j, L_ij = beta_i n_i n_j c_ij is similar to
 // L'_ij = beta'_i c_ij, beta'_i = beta_i n_i^2, so A_ij = A'_ij n_j / n_i. fp16 suits L' and A' for all key norms that
 // leave the recurrence stable (beta' <= 2, then |A'_ij| <= beta'_i), and n_j / n_i joins the exponents of the gate.
-// With l2norm n_i is n_i r_i, r_i = 1 / sqrt(n_i^2 + 1e-6).
+// With l2norm n_i is n_i r_i, r_i = 1 / sqrt(n_i^2 + 1e-6), and the result carries r_i r_j, so that the chain takes raw K.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,12 +24,14 @@ constexpr int DIAGONAL_BLOCK = 260;  // floats of a 16x16 block; 4 more than 256
 constexpr int DIAGONAL = 4 * DIAGONAL_BLOCK;
 constexpr int LOWER = 6 * 128;  // words of the six 16x16 fp16 blocks below the diagonal, as mma.sync B fragments
 constexpr int TERMS = 224;      // words of a tile's terms: row exponent, column exponent, beta', beta' in fp16
+constexpr float FRAME = 60.f;    // chunk_forward.FRAME
 constexpr int RAW = 72;         // words of one tile's raw gates: 64 tokens, and 8 that spread four heads over the banks
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float RESET = -256.f;  // a token's log2 decay from here on is 0 in fp32; finite, so that differences stay numbers
 constexpr float TINY = 1e-30f;  // least |k|^2: a zero key has zero products, whatever its scale
 
 // as in gated_inverse.py
-enum Flags { USE_GATE = 1, HAS_DT_BIAS = 2, BETA_SIGMOID = 4, NEG_EIGVAL = 8, L2NORM = 16 };
+enum Flags { USE_GATE = 1, HAS_DT_BIAS = 2, BETA_SIGMOID = 4, NEG_EIGVAL = 8, L2NORM = 16, GATED = 32 };
 
 // The items of a launch: `groups` of HEADS value heads (fastest), then CHUNKS consecutive slots.
 struct Items {
@@ -260,8 +262,8 @@ __device__ __forceinline__ void tile_terms(const void* g, long long g_token, lon
     b.x = top * sigmoid(b.x);
     b.y = top * sigmoid(b.y);
   }
-  x.x = t < valid ? x.x * LOG2E : 0.f;
-  x.y = t + 1 < valid ? x.y * LOG2E : 0.f;
+  x.x = t < valid ? fmaxf(x.x * LOG2E, RESET) : 0.f;
+  x.y = t + 1 < valid ? fmaxf(x.y * LOG2E, RESET) : 0.f;
   b.x = t < valid ? b.x : 0.f;
   b.y = t + 1 < valid ? b.y : 0.f;
 
@@ -298,8 +300,11 @@ __device__ __forceinline__ void tile_terms(const void* g, long long g_token, lon
     log_n.x += log_r.x;
     log_n.y += log_r.y;
   }
-  *(float2*)(terms + t) = make_float2(G.x - log_n.x, G.y - log_n.y);
-  *(float2*)(terms + 64 + t) = make_float2(G.x - log_n.x - log2_fast(b.x), G.y - log_n.y - log2_fast(b.y));
+  // eq. 8.2: no gate in the chunk's own frame; eq. 4.1 where its decay leaves that frame
+  const bool gated = flags & GATED || __shfl_sync(~0u, sum, 31) < -FRAME;
+  const float2 row = make_float2((gated ? G.x : 0.f) - log_n.x, (gated ? G.y : 0.f) - log_n.y);
+  *(float2*)(terms + t) = make_float2(row.x + log_r.x, row.y + log_r.y);
+  *(float2*)(terms + 64 + t) = make_float2(row.x - log_r.x - log2_fast(b.x), row.y - log_r.y - log2_fast(b.y));
   b.x *= square.x;
   b.y *= square.y;
   *(float2*)(terms + 128 + t) = b;

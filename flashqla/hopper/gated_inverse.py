@@ -10,7 +10,8 @@ Inputs
     flags                      int32, a sum of the flags below
     num_ctas                   int32, the grid: `grid_size(...)`, at least 1
 Outputs
-    a_gated      [slots, HV, 64, 64]   dtype of k: exp(G_i - G_j) A_ij beta_j; zero above the diagonal and past the end
+    a            [slots, HV, 64, 64]   dtype of k: r_i A_ij beta_j r_j, times exp(G_i - G_j) with `GATED` and where the
+                                       chunk's decay leaves the frame of eq. 8.1; zero above the diagonal, past the end
     gates        [slots, HV, 2, 64]    fp32: G in powers of two (constant past the end); log2 r (0 without `L2NORM`)
     Chunk c of sequence i has slot m + (cu_i - m) // 64 + c, m = min(i, cu_i). Slots that no chunk has are not written.
 Definition
@@ -56,6 +57,7 @@ HAS_DT_BIAS = 2
 BETA_SIGMOID = 4
 NEG_EIGVAL = 8
 L2NORM = 16
+GATED = 32  # gate every chunk, also those of mild decay
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
@@ -95,7 +97,7 @@ def build(dtype: str, gate_dtype: str, head_dim: int, heads: int, beta_dtype: st
     """The kernel as a TileLang PrimFunc.
 
     Args:
-        dtype: of k and a_gated, "bfloat16" or "float16".
+        dtype: of k and a, "bfloat16" or "float16".
         gate_dtype: of g, "float32", "bfloat16" or "float16".
         head_dim: K, 64 or 128.
         heads: value heads of an item, `heads_per_item(H, HV)`: 1, 2 or 4.
@@ -155,7 +157,7 @@ def build(dtype: str, gate_dtype: str, head_dim: int, heads: int, beta_dtype: st
         A_log: T.Tensor((a_log_size,), "float32"),
         dt_bias: T.Tensor((dt_bias_size,), "float32"),
         cu_seqlens: T.Tensor((num_sequences_plus_1,), "int32"),
-        a_gated: T.Tensor((slots, num_value_heads, C, C), dtype),
+        a: T.Tensor((slots, num_value_heads, C, C), dtype),
         gates: T.Tensor((slots, num_value_heads, 2, C), "float32"),
         flags: T.int32,
         num_ctas: T.int32,
@@ -224,7 +226,7 @@ def build(dtype: str, gate_dtype: str, head_dim: int, heads: int, beta_dtype: st
                     slot = ring_shared[item + SLOT] + warp // heads
                     head = ring_shared[item + HEAD] + warp % heads
                     T.tma_copy(
-                        tile_shared[warp * C : warp * C + C, :], a_gated[slot, head, 0:C, 0:C], leader_scope_threads=32
+                        tile_shared[warp * C : warp * C + C, :], a[slot, head, 0:C, 0:C], leader_scope_threads=32
                     )
                 turn += 1
             T.tma_store_wait(0)

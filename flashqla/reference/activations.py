@@ -50,13 +50,15 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of eq. 2.3: `(draw [..., HV], dA_log [HV], ddt_bias [HV] or None)`.
 
-    `dA_log = sum dg g`, `draw = -dg exp(A_log) sigmoid(raw + dt_bias)`, `ddt_bias = sum draw`.
+    `dA_log = sum dg g`, `draw = -dg exp(A_log) sigmoid(raw + dt_bias)`, `ddt_bias = sum draw`. Where the decay is so
+    strong that g is infinite nothing crosses it, so dg is 0 there and must meet finite factors.
     """
     rate, shifted = _gate_inputs(raw, A_log, dt_bias)
     dg = dg.to(shifted.dtype)
-    draw = -dg * rate * torch.sigmoid(shifted)
+    draw = -dg * (rate * torch.sigmoid(shifted))
     heads = raw.shape[-1]
-    dA_log = (dg * rate * F.logsigmoid(-shifted)).reshape(-1, heads).sum(0)
+    g = (rate * F.logsigmoid(-shifted)).clamp(min=torch.finfo(shifted.dtype).min)
+    dA_log = (dg * g).reshape(-1, heads).sum(0)
     return draw, dA_log, None if dt_bias is None else draw.reshape(-1, heads).sum(0)
 
 

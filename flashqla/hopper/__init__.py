@@ -1,0 +1,1 @@
+"""TileLang kernels for NVIDIA Hopper (SM90). Imported by `flashqla.backends` on such a device only."""

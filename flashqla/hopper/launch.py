@@ -1,0 +1,159 @@
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels (gated_inverse, chunk_forward)."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..plan import Plan
+from . import chunk_forward, gated_inverse
+from .compile import kernel
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128)
+GATE_DTYPES = (torch.float32, torch.bfloat16)
+ALIGNMENT = 16  # bytes: of TMA's addresses and strides
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, plan: Plan, **flags) -> list[str]:
+    """Reasons why the kernels cannot run this call; none: they can. Shapes are taken as already validated."""
+    reasons = []
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+        reasons.append(f"q: the kernels need a Hopper GPU (SM90), got {q.device}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
+            reasons.append(f"{name}: the kernels need bfloat16 or float16, the same for q, k and v, got {tensor.dtype}")
+    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if size not in HEAD_DIMS:
+            reasons.append(f"{name}: the kernels need a head dimension of 64 or 128, got {size}")
+    if plan.chunk_size != chunk_forward.CHUNK_SIZE:
+        reasons.append(f"plan: the kernels need chunks of {chunk_forward.CHUNK_SIZE} tokens, got {plan.chunk_size}")
+    return reasons
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    plan: Plan,
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
+
+    Two launches on the current stream; nothing waits for the device, nothing is read back from it.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    offsets = _offsets(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
+    N = offsets.numel() - 1
+    final_state = initial = None
+    if output_final_state:
+        final_state = torch.empty((N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device)
+    if initial_state is not None:
+        initial = initial_state.float()
+        initial = initial.mT if state_v_first else initial
+    if N == 0:
+        return o.zero_(), final_state
+
+    q, k, v = (_tiles(x) for x in (q, k, v))
+    g, beta = (_gate(x) for x in (g, beta))
+    nothing = torch.empty(1, device=q.device)
+    no_state = nothing.expand(N, HV, K, V)
+    final = no_state if final_state is None else final_state.mT if state_v_first else final_state
+    heads = gated_inverse.heads_per_item(H, HV)
+    slots = gated_inverse.num_slots(B * T, N)
+    inverse = torch.empty(slots, HV, plan.chunk_size, plan.chunk_size, dtype=q.dtype, device=q.device)
+    gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device)
+    flags = (
+        gated_inverse.USE_GATE * use_gate
+        + gated_inverse.HAS_DT_BIAS * (use_gate and dt_bias is not None)
+        + gated_inverse.BETA_SIGMOID * use_beta_sigmoid
+        + gated_inverse.NEG_EIGVAL * allow_neg_eigval
+        + gated_inverse.L2NORM * use_qk_l2norm
+        + gated_inverse.GATED * (q.dtype == torch.float16)
+    )
+    with torch.cuda.device(q.device):
+        kernel(
+            "gated_inverse", dtype=_name(q), gate_dtype=_name(g), head_dim=K, heads=heads, beta_dtype=_name(beta)
+        )(
+            k,
+            g,
+            beta,
+            nothing if A_log is None else A_log.float().contiguous(),
+            nothing if dt_bias is None else dt_bias.float().contiguous(),
+            offsets,
+            inverse,
+            gates,
+            flags,
+            gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
+        )
+        kernel("chunk_forward", dtype=_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
+            q,
+            k,
+            v,
+            inverse,
+            gates,
+            offsets,
+            no_state if initial is None else initial,
+            final,
+            o.view(B * T, HV, V),
+            float(scale),
+            int(initial is not None),
+            int(output_final_state),
+            int(use_qk_l2norm),
+        )
+    return o, final_state
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _offsets(B: int, T: int, device: torch.device) -> Tensor:
+    """int32 `cu_seqlens` of a dense batch. Memory of a graph under capture must not outlive it in the cache."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.arange(0, (B + 1) * T, T or 1, dtype=torch.int32, device=device)[: B + 1]
+    return _cached_offsets(B, T, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_offsets(B: int, T: int, device: torch.device) -> Tensor:
+    return torch.arange(B + 1, dtype=torch.int32, device=device) * T
+
+
+def _tiles(x: Tensor) -> Tensor:
+    """``[B, T, heads, D]`` as ``[B * T, heads, D]`` for TMA: in place where its strides allow it, else a copy."""
+    B, T, heads, D = x.shape
+    token, head = x.stride(1), x.stride(2) if heads > 1 else D
+    unit = ALIGNMENT // x.element_size()
+    in_place = (
+        (x.stride(3) == 1)
+        and (B == 1 or x.stride(0) == T * token)
+        and token % unit == 0
+        and head % unit == 0
+        and min(token, head) > 0
+        and x.data_ptr() % ALIGNMENT == 0
+    )
+    if not in_place:
+        x = x.clone(memory_format=torch.contiguous_format)
+        token, head = heads * D, D
+    return x.as_strided((B * T, heads, D), (token, head, 1))
+
+
+def _gate(x: Tensor) -> Tensor:
+    """``[B, T, HV]`` as ``[B * T, HV]`` in a dtype the kernel reads."""
+    return (x if x.dtype in GATE_DTYPES else x.float()).flatten(0, 1)
