@@ -60,7 +60,7 @@ def errors_of(
     """
     group, offsets = row.value_heads // row.heads, made.cu_seqlens.cpu()
     size = max(1, PIECE // (row.chunks * group))
-    sums = {(name, result): torch.zeros(2) for name in found for result in found[name]}
+    sums = {(name, result): torch.zeros(2, dtype=torch.float64) for name in found for result in found[name]}
     for first in range(0, row.heads, size):
         count = min(size, row.heads - first)
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 import flashqla
 from flashqla.console import UserError
+from flashqla.hopper import compile, resources
+from flashqla.hopper.compile import DTYPES
 from flashqla.validation import BACKENDS
-
-WARMUP_DTYPES = ("bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,20 +83,34 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
 
-    warmup = commands.add_parser("warmup", help="Compile every kernel variant into the cache that the library uses.")
-    warmup.add_argument("--dtype", action="append", choices=WARMUP_DTYPES, help="only this one; may be given twice")
+    says = "Compile the kernels into the cache that the library uses; needs no GPU."
+    warmup = commands.add_parser("warmup", help=says, description=says)
+    warmup.add_argument(
+        "--dtype", action="append", choices=DTYPES, help="this one, may be given twice (default: bfloat16, with --all both)"
+    )
+    warmup.add_argument("--all", action="store_true", help="also head dimensions of 64 and gates in bfloat16")
+    warmup.add_argument("--workers", type=positive_int, help="kernels to compile at a time (default: one a CPU)")
+    warmup.add_argument("--report", action="store_true", help="also print registers, spills, shared memory, instructions")
     warmup.set_defaults(command=run_warmup)
     return parser
 
 
 def run_warmup(arguments: argparse.Namespace) -> int:
-    """Compile the Hopper kernels ahead of time."""
+    """Compile the Hopper kernels ahead of time, and with --report hold them to their budgets."""
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # the progress bar says it
     try:
-        compiler = importlib.import_module("flashqla.hopper.compile")
+        variants = compile.warmup(arguments.dtype, arguments.all, arguments.workers)
+        print(f"{len(variants)} kernels ready, {compile.builds()} of them new; cache: {compile.describe_cache()}")
+        text, ok = resources.report(variants, arguments.workers) if arguments.report else ("", True)
     except ImportError as error:
         raise UserError(f"there are no kernels to compile in this installation ({error})") from error
-    compiler.warmup(tuple(arguments.dtype or WARMUP_DTYPES))
-    return 0
+    except compile.CompileError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot compile into {compile.cache_folder()}: {error}") from error
+    if text:
+        print(text)
+    return 0 if ok else 1
 
 
 def natural(text: str) -> int:

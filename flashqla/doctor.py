@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import pathlib
-import shutil
-import sysconfig
 
 import torch
 
 import flashqla
 from flashqla import testing
 from flashqla.console import environment, first_line, version_of
+from flashqla.hopper.compile import NO_NVCC, describe_cache, find_nvcc
 
 PEERS = ("fla-core", "flash-qla", "flashinfer-python")
 
@@ -41,30 +38,13 @@ def describe_gpu(facts: dict) -> str:
     return f"none: torch is built for CUDA {torch.version.cuda} but finds no device"
 
 
-def find_nvcc() -> pathlib.Path | None:
-    """The CUDA compiler: CUDA_HOME or CUDA_PATH, then PATH, then the pip package nvidia-cuda-nvcc."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    places = [pathlib.Path(home, "bin", "nvcc") for home in homes]
-    if on_path := shutil.which("nvcc"):
-        places.append(pathlib.Path(on_path))
-    places += sorted(pathlib.Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/bin/nvcc"), reverse=True)
-    return next((place for place in places if place.is_file()), None)
-
-
 def describe_nvcc() -> str:
     """Path and version of nvcc, or how to get one."""
     nvcc = find_nvcc()
     if nvcc is None:
-        return 'none (kernels need one; pip install "nvidia-cuda-nvcc>=13" or conda-forge cuda-nvcc brings it)'
+        return NO_NVCC
     release = first_line("sh", "-c", f'"{nvcc}" --version | grep release')
     return f"{nvcc} ({release or 'does not run'})"
-
-
-def describe_cache() -> str:
-    """Where TileLang keeps compiled kernels, and how many files lie there."""
-    folder = pathlib.Path(os.environ.get("TILELANG_CACHE_DIR") or pathlib.Path.home() / ".tilelang" / "cache")
-    files = sum(path.is_file() for path in folder.rglob("*")) if folder.is_dir() else 0
-    return f"{folder} ({files} files)"
 
 
 def describe_backend(device: torch.device) -> str:

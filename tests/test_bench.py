@@ -1,6 +1,7 @@
 """The GPU benchmark on a CPU: rows, floors, contenders' arguments, judge, stopwatch and report, with fakes for kernels
 and events."""
 
+import contextlib
 import json
 import math
 import statistics
@@ -246,6 +247,20 @@ def test_measure_gradients(fake_gpu, direction):
     assert "no backward" in row["skipped"]["flashinfer"]
     assert {"dq", "dk", "dv", "dg", "dbeta", "dinitial_state"} <= set(row["error"][OURS])
     assert not row["host_us"]
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.01, 20), (0.4, 5), (7.0, 3)])
+def test_a_graph_holds_several_calls(ms, calls, monkeypatch):
+    stream = types.SimpleNamespace(wait_stream=lambda _: None)
+    graph = types.SimpleNamespace(replay=lambda: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph}
+    fakes |= dict.fromkeys(("stream", "graph"), contextlib.nullcontext)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(bench_race, "milliseconds", lambda run: ms)
+    made = []
+    replay = bench_race.captured(lambda: made.append(1))
+    assert (replay.run, replay.calls, len(made)) == (graph.replay, calls, 3 + calls)
 
 
 def test_race_takes_turns(monkeypatch):

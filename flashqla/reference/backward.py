@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashqla.reference.chunked import Chunks, States, cut, state_chain
+from flashqla.reference.chunked import Chunks, States, Visit, cut, state_chain
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 
 
@@ -29,32 +29,36 @@ class Gradients(NamedTuple):
 
 
 class Adjoints(NamedTuple):
-    """Result of the adjoint chain: ends dS' `[b,K,V]`; d_corrected dU, multiplier Y, d_values dV `[b,C,V]`; initial dS
-    `[N,HV,K,V]` by rank."""
+    """Result of the adjoint chain: d_corrected dU, multiplier Y, d_values dV `[b,C,V]`; initial dS `[N,HV,K,V]` by
+    rank."""
 
-    ends: Tensor
     d_corrected: Tensor
     multiplier: Tensor
     d_values: Tensor
     initial: Tensor
 
 
-def adjoint_chain(layout: Layout, chunks: Chunks, d_output: Tensor, d_state: Tensor) -> Adjoints:
-    """Eqs. 6.1 to 6.4 for every chunk, last one first; `d_state [N,HV,K,V]` by rank becomes the initial dS."""
+def adjoint_chain(
+    layout: Layout, chunks: Chunks, d_output: Tensor, d_state: Tensor, visit: Visit | None = None
+) -> Adjoints:
+    """Eqs. 6.1 to 6.4 for every chunk, last one first; `d_state [N,HV,K,V]` by rank becomes the initial dS.
+
+    visit: sees dS', the gradient of the state at the end of each chunk.
+    """
     flat = d_state.view(-1, *d_state.shape[2:])
-    ends = d_state.new_empty(len(d_output), *d_state.shape[2:])
     d_corrected = chunks.scores.mT @ d_output
     multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
     solve, carry = chunks.decay * chunks.inverse, chunks.carry
     for rows in reversed(layout.steps(d_state.shape[1])):
         active = flat[: rows.stop - rows.start]
-        ends[rows] = active
+        if visit is not None:
+            visit(rows, active)
         d_corrected[rows].baddbmm_(chunks.k_write[rows], active)
         torch.bmm(solve[rows].mT, d_corrected[rows], out=multiplier[rows])
         torch.mul(chunks.beta[rows], multiplier[rows], out=d_values[rows])
         active.mul_(carry[rows]).baddbmm_(chunks.q_read[rows].mT, d_output[rows])
         active.baddbmm_(chunks.k_read[rows].mT, d_values[rows], alpha=-1)
-    return Adjoints(ends, d_corrected, multiplier, d_values, d_state)
+    return Adjoints(d_corrected, multiplier, d_values, d_state)
 
 
 class SystemGradients(NamedTuple):
@@ -103,14 +107,25 @@ def gate_gradient(pairs: Tensor, read: Tensor, write: Tensor, carried: Tensor) -
 
 
 def differentiate(
-    chunks: Chunks, states: States, d_output: Tensor, adjoints: Adjoints, form: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All that is left once both chains are known, all chunks at once (eqs. 6.5 to 6.14).
+    layout: Layout, chunks: Chunks, d_output: Tensor, state: Tensor, d_state: Tensor, form: str
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Both chains, then all that is left, all chunks at once (eqs. 6.5 to 6.14).
 
-    Returns dq, dk `[m,C,K]`, dv `[b,C,V]`, dg, dbeta `[b,C]`.
+    state, d_state: the initial state and the gradient of the final one, `[N,HV,K,V]` by rank; both are overwritten.
+    Returns dq, dk `[m,C,K]`, dv `[b,C,V]`, dg, dbeta `[b,C]`, and the gradient of the initial state by rank.
     """
     if form not in FORMS:
         raise ValueError(f"form: must be one of {list(FORMS)}, got {form!r}")
+    starts = state.new_empty(len(d_output), *state.shape[2:])
+    states = state_chain(layout, chunks, state, starts.__setitem__)
+    k_write = torch.empty_like(chunks.k_write)
+    crossing = state.new_empty(len(d_output), 1, 1)  # <S, dS'>
+
+    def at_end(rows: slice, end: Tensor) -> None:
+        torch.bmm(states.corrected[rows], end.mT, out=k_write[rows])
+        torch.bmm(starts[rows].flatten(1)[:, None], end.flatten(1)[..., None], out=crossing[rows])
+
+    adjoints = adjoint_chain(layout, chunks, d_output, d_state, at_end)
     system = FORMS[form](chunks, states, adjoints)
     d_scores = d_output @ states.corrected.mT
     pairs = (chunks.scores * d_scores).add_(system.pairs)
@@ -123,19 +138,18 @@ def differentiate(
         """Row products `[b,C]` of `[b,C,K]` with the `[m,C,K]` of its key head."""
         return (chunks.per_group(rows) * of_key_head[:, None]).sum(-1).flatten(0, 1)
 
-    starts = states.starts.mT
-    q_read = (d_output @ starts).mul_(chunks.scale * chunks.gamma)
-    k_read = (adjoints.d_values @ starts).mul_(-chunks.gamma)
-    k_write = (states.corrected @ adjoints.ends.mT).mul_(chunks.decay[:, -1, :, None])
+    q_read = (d_output @ starts.mT).mul_(chunks.scale * chunks.gamma)
+    k_read = (adjoints.d_values @ starts.mT).mul_(-chunks.gamma)
+    k_write.mul_(chunks.decay[:, -1, :, None])
     read = along(q_read, chunks.q) + along(k_read, chunks.k)
     write = along(k_write, chunks.k)
-    carried = chunks.carry[:, 0] * (states.starts * adjoints.ends).sum((1, 2))[:, None]
+    dg = gate_gradient(pairs, read, write, (chunks.carry * crossing)[:, 0])
 
     d_scores = over_group(d_scores).mul_(chunks.scale)
     d_gram = over_group(system.d_gram)
     dq = over_group(q_read).baddbmm_(d_scores, chunks.k)
     dk = over_group(k_read.add_(k_write)).baddbmm_(d_scores.mT, chunks.q).baddbmm_(d_gram + d_gram.mT, chunks.k)
-    return dq, dk, adjoints.d_values, gate_gradient(pairs, read, write, carried), system.dbeta
+    return (dq, dk, adjoints.d_values, dg, system.dbeta), adjoints.initial
 
 
 def scatter_gradients(layout: Layout, gradients: tuple[Tensor, ...], heads: int, value_heads: int) -> list[Tensor]:
@@ -171,9 +185,7 @@ def backward(
     like = q.new_empty(0, dtype=compute_dtype(q))
     shape = (v.shape[2], q.shape[-1], v.shape[-1])
     chunks = cut(layout, q, k, v, g, beta, scale)
-    states = state_chain(layout, chunks, layout.read_state(initial_state, shape, state_v_first, like))
-    d_output = layout.gather(do, like.dtype)
-    adjoints = adjoint_chain(layout, chunks, d_output, layout.read_state(dht, shape, state_v_first, like))
-    gradients = differentiate(chunks, states, d_output, adjoints, form)
-    initial = None if initial_state is None else layout.write_state(adjoints.initial, state_v_first)
-    return Gradients(*scatter_gradients(layout, gradients, q.shape[2], v.shape[2]), initial)
+    state, d_state = (layout.read_state(given, shape, state_v_first, like) for given in (initial_state, dht))
+    gradients, d_initial = differentiate(layout, chunks, layout.gather(do, like.dtype), state, d_state, form)
+    d_initial = None if initial_state is None else layout.write_state(d_initial, state_v_first)
+    return Gradients(*scatter_gradients(layout, gradients, q.shape[2], v.shape[2]), d_initial)

@@ -7,6 +7,7 @@ value heads of a group share. Shapes below write `b = num_chunks * HV` and `m = 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -104,33 +105,43 @@ def cut(layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     )
 
 
-class States(NamedTuple):
-    """Result of the state chain: starts `[b,K,V]`, residual W and corrected U `[b,C,V]`, final `[N,HV,K,V]` by rank."""
+Visit = Callable[[slice, Tensor], object]
+"""Called at every step of a chain with its chunk-heads and their states `[rows,K,V]`, which it may only read there and
+then: a chain overwrites its state, since states of all chunks at once are the largest tensors there are."""
 
-    starts: Tensor
+
+class States(NamedTuple):
+    """Result of the state chain: residual W and corrected U `[b,C,V]`, final `[N,HV,K,V]` by rank."""
+
     residual: Tensor
     corrected: Tensor
     final: Tensor
 
 
-def state_chain(layout: Layout, chunks: Chunks, state: Tensor) -> States:
-    """Eqs. 3.3, 3.4 and 3.6 for every chunk in turn; `state [N,HV,K,V]` by rank is overwritten by the final state."""
-    steps = layout.steps(state.shape[1])
+def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | None = None) -> States:
+    """Eqs. 3.3, 3.4 and 3.6 for every chunk in turn; `state [N,HV,K,V]` by rank is overwritten by the final state.
+
+    visit: sees the state at the start of each chunk.
+    """
     active = state.view(-1, *state.shape[2:])
-    starts = state.new_empty(len(chunks.v), *state.shape[2:])
     residual, corrected, mixing = (torch.empty_like(chunks.v), torch.empty_like(chunks.v), chunks.mixing)
-    for rows in steps:
+    for rows in layout.steps(state.shape[1]):
         active = active[: rows.stop - rows.start]
-        starts[rows] = active
+        if visit is not None:
+            visit(rows, active)
         torch.baddbmm(chunks.v[rows], chunks.k_read[rows], active, alpha=-1, out=residual[rows])
         torch.bmm(mixing[rows], residual[rows], out=corrected[rows])
         active.mul_(chunks.carry[rows]).baddbmm_(chunks.k_write[rows].mT, corrected[rows])
-    return States(starts, residual, corrected, state)
+    return States(residual, corrected, state)
 
 
-def read_out(chunks: Chunks, states: States) -> Tensor:
-    """Eq. 3.5, all chunks at once: O = scale Lambda Q S + P U `[b,C,V]`."""
-    return torch.bmm(chunks.q_read, states.starts).baddbmm_(chunks.scores, states.corrected)
+def read_out(layout: Layout, chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 3.5 along the state chain: O = scale Lambda Q S + P U `[b,C,V]`, and the final state as in `state_chain`."""
+    output = torch.empty_like(chunks.v)
+    states = state_chain(
+        layout, chunks, state, lambda rows, start: torch.bmm(chunks.q_read[rows], start, out=output[rows])
+    )
+    return output.baddbmm_(chunks.scores, states.corrected), states.final
 
 
 def chunk_form(function):
@@ -185,5 +196,5 @@ def chunked(
     `flashqla.reference.backward`.
     """
     chunks = cut(layout, q, k, v, g, beta, scale)
-    states = state_chain(layout, chunks, state)
-    return layout.scatter(read_out(chunks, states), v.shape[2], q.dtype), states.final
+    output, final = read_out(layout, chunks, state)
+    return layout.scatter(output, v.shape[2], q.dtype), final

@@ -114,11 +114,11 @@ def split(
     segments, scan = segment(layout, segment_chunks)
     chunks = cut(segments, q, k, v, g, beta, scale)
     starts = segment_starts(scan, *segment_maps(segments, chunks, threshold), state)
-    states = state_chain(segments, chunks, segments.to_ranks(starts).contiguous())
-    ends = segments.to_sequences(states.final)
+    output, ends = read_out(segments, chunks, segments.to_ranks(starts).contiguous())
+    ends = segments.to_sequences(ends)
     for rows in scan:
         state[: rows.stop - rows.start] = ends[rows]
-    return segments.scatter(read_out(chunks, states), v.shape[2], q.dtype), state
+    return segments.scatter(output, v.shape[2], q.dtype), state
 
 
 @without_autocast
@@ -152,17 +152,16 @@ def split_backward(
     transition, offset = segment_maps(segments, chunks, threshold)
     initial = layout.read_state(initial_state, shape, state_v_first, like)
     starts = segment_starts(scan, transition, offset, initial)
-    states = state_chain(segments, chunks, segments.to_ranks(starts).contiguous())
 
     d_output = segments.gather(do, like.dtype)
     kept, _ = warm_up(segments.steps(1), chunks.log_carry, segments.num_sequences, threshold)
     local = adjoint_chain(segments, chunks, d_output * kept.view(-1, 1, 1), like.new_zeros(starts.shape)).initial
     d_state = layout.read_state(dht, shape, state_v_first, like)
     ends = segment_ends(scan, transition, segments.to_sequences(local), d_state)
-    adjoints = adjoint_chain(segments, chunks, d_output, segments.to_ranks(ends).contiguous())
 
-    gradients = differentiate(chunks, states, d_output, adjoints, form)
-    d_starts = segments.to_sequences(adjoints.initial)
+    boundaries = (segments.to_ranks(states).contiguous() for states in (starts, ends))
+    gradients, d_starts = differentiate(segments, chunks, d_output, *boundaries, form)
+    d_starts = segments.to_sequences(d_starts)
     for rows in scan[:1]:
         d_state[rows] = d_starts[rows]
     d_initial = None if initial_state is None else layout.write_state(d_state, state_v_first)

@@ -183,17 +183,18 @@ def test_row_form_of_the_gate_gradient():
     gradients = by_hand(backward, made)
     layout = Layout.of(made.q, None, 16)
     chunks = cut(layout, made.q, made.k, made.v, made.g, made.beta, None)
-    states = state_chain(layout, chunks, made.initial_state.clone())
+    starts, ends = (torch.empty(len(chunks.v), 6, 9, dtype=torch.float64) for _ in range(2))
+    states = state_chain(layout, chunks, made.initial_state.clone(), starts.__setitem__)
     d_output = layout.gather(made.do, torch.float64)
-    adjoints = adjoint_chain(layout, chunks, d_output, made.dht.clone())
+    adjoints = adjoint_chain(layout, chunks, d_output, made.dht.clone(), ends.__setitem__)
     d_gram = adjoint_form(chunks, states, adjoints).d_gram
 
     late_corrected = chunks.decay[:, -1, :, None] * states.corrected
     written = (chunks.scale * chunks.decay * (d_output @ states.corrected.mT)).mT @ chunks.q
-    written += late_corrected @ adjoints.ends.mT + d_gram.mT @ chunks.k
+    written += late_corrected @ ends.mT + d_gram.mT @ chunks.k
     dq, dk = (layout.gather(x, torch.float64) for x in (gradients.dq, gradients.dk))
     row = (chunks.q * dq).sum(-1) + (chunks.k * dk).sum(-1) - 2 * (chunks.k * written).sum(-1)
-    end_states = chunks.carry * states.starts + chunks.k.mT @ late_corrected
-    row[:, -1] += (end_states * adjoints.ends).sum((1, 2))
+    end_states = chunks.carry * starts + chunks.k.mT @ late_corrected
+    row[:, -1] += (end_states * ends).sum((1, 2))
     dg = layout.scatter(row.flip(-1).cumsum(-1).flip(-1), 2, torch.float64)
     assert relative_error(dg, gradients.dg) <= 1e-12
