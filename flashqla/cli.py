@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import flashqla
 from flashqla.console import UserError
-from flashqla.hopper import compile, resources
 from flashqla.hopper.compile import DTYPES
 from flashqla.validation import BACKENDS
 
@@ -86,28 +85,33 @@ def build_parser() -> argparse.ArgumentParser:
     says = "Compile the kernels into the cache that the library uses; needs no GPU."
     warmup = commands.add_parser("warmup", help=says, description=says)
     warmup.add_argument(
-        "--dtype", action="append", choices=DTYPES, help="this one, may be given twice (default: bfloat16, with --all both)"
+        "--dtype", action="append", choices=DTYPES, help="may be given twice (default: bfloat16, with --all both)"
     )
     warmup.add_argument("--all", action="store_true", help="also head dimensions of 64 and gates in bfloat16")
     warmup.add_argument("--workers", type=positive_int, help="kernels to compile at a time (default: one a CPU)")
-    warmup.add_argument("--report", action="store_true", help="also print registers, spills, shared memory, instructions")
+    warmup.add_argument("--report", action="store_true", help="also print what they use of registers and memory")
     warmup.set_defaults(command=run_warmup)
     return parser
 
 
 def run_warmup(arguments: argparse.Namespace) -> int:
     """Compile the Hopper kernels ahead of time, and with --report hold them to their budgets."""
+    from flashqla.hopper import compile as compiler
+    from flashqla.hopper import resources
+
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # the progress bar says it
+    before = compiler.builds()
     try:
-        variants = compile.warmup(arguments.dtype, arguments.all, arguments.workers)
-        print(f"{len(variants)} kernels ready, {compile.builds()} of them new; cache: {compile.describe_cache()}")
+        variants = compiler.warmup(arguments.dtype, arguments.all, arguments.workers)
+        new = compiler.builds() - before
+        print(f"{len(variants)} kernels ready, {new} of them new; cache: {compiler.describe_cache()}")
         text, ok = resources.report(variants, arguments.workers) if arguments.report else ("", True)
     except ImportError as error:
         raise UserError(f"there are no kernels to compile in this installation ({error})") from error
-    except compile.CompileError as error:
+    except compiler.CompileError as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise UserError(f"cannot compile into {compile.cache_folder()}: {error}") from error
+        raise UserError(f"cannot compile into {compiler.cache_folder()}: {error}") from error
     if text:
         print(text)
     return 0 if ok else 1

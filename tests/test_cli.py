@@ -177,21 +177,42 @@ def test_bench_gives_no_times_to_wrong_results(capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_warmup_compiles_the_dtypes_asked_for(said, monkeypatch):
+def test_warmup_compiles_what_is_asked_for(said, monkeypatch):
     asked = []
-    compiler = types.ModuleType("flashqla.hopper.compile")
-    compiler.warmup = asked.append
-    monkeypatch.setitem(sys.modules, "flashqla.hopper.compile", compiler)
+    monkeypatch.setattr(compile, "warmup", lambda *arguments: asked.append(arguments) or [])
     assert said("warmup")[0] == 0
-    assert said("warmup", "--dtype", "float16")[0] == 0
-    assert asked == [("bfloat16", "float16"), ("float16",)]
+    assert said("warmup", "--dtype", "float16", "--workers", "3")[0] == 0
+    code, out, _ = said("warmup", "--all")
+    assert code == 0
+    assert out.startswith("0 kernels ready, 0 of them new; cache: ")
+    assert asked == [(None, False, None), (["float16"], False, 3), (None, True, None)]
 
 
-def test_warmup_without_kernels_is_one_line(said, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flashqla.hopper.compile", None)
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_warmup_report_decides_the_exit_code(said, monkeypatch, ok, code):
+    monkeypatch.setattr(compile, "warmup", lambda *_: [])
+    monkeypatch.setattr(resources, "report", lambda *_: ("the table", ok))
+    ran = said("warmup", "--report")
+    assert ran[0] == code
+    assert ran[1].endswith("the table\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "mentions"),
+    [
+        (compile.CompileError(compile.NO_NVCC), "no CUDA compiler"),
+        (ImportError("No module named 'tilelang'"), "no kernels to compile"),
+        (PermissionError(13, "Permission denied", "/somewhere"), "/somewhere"),
+    ],
+)
+def test_warmup_errors_are_one_line(said, monkeypatch, error, mentions):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(compile, "warmup", fail)
     code, _, complaint = said("warmup")
     assert code == 2
-    assert "no kernels to compile" in complaint
+    assert mentions in complaint
 
 
 def test_table():

@@ -1,4 +1,4 @@
-"""The kernels' variants, and how they are compiled: the table, the compiler, the cache, and `python -m flashqla warmup`.
+"""The kernels' variants, and how they are compiled: the table, nvcc, the cache, and `python -m flashqla warmup`.
 
 What changes from call to call (tokens, heads, sequences, scale, strides) is dynamic; `VARIANTS` lists every combination
 of what is not. Kernels are compiled on first use, or ahead of time by `warmup`, on a machine with or without a GPU.
@@ -98,7 +98,7 @@ class Variant:
     def budget(self) -> Budget:
         """Its documented budget; `resources.violations` holds the compiler to it."""
         if self.kernel == "chunk_forward" and self["block_dv"] == 128:
-            # The scores warpgroup, with 72 registers, reloads addresses that do not change; the producers, with 24, spill.
+            # The scores warpgroup, with 72 registers, reloads addresses that do not change; producers, with 24, spill.
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
@@ -149,7 +149,7 @@ def select(dtypes: Sequence[str] | None = None, all_variants: bool = False) -> l
 
 
 def find_nvcc() -> Path | None:
-    """The CUDA compiler: of CUDA_HOME or CUDA_PATH, on PATH, of the pip package nvidia-cuda-nvcc, or /usr/local/cuda."""
+    """The CUDA compiler: of CUDA_HOME or CUDA_PATH, on PATH, of the pip package nvidia-cuda-nvcc, of /usr/local."""
     places = [Path(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if on_path := shutil.which("nvcc"):
         places.append(Path(on_path))

@@ -1,4 +1,4 @@
-"""What the compiled kernels use: registers, spills, shared memory, tensor core instructions, and the compiler's complaints.
+"""What the compiled kernels use (registers, spills, shared memory, instructions), and what the compiler complains of.
 
 `resources` compiles one variant afresh, without a GPU and past the cache; `violations` compares it with the budget in
 `flashqla.hopper.compile`. Spills are sought in the machine code where a disassembler is at hand (`find_disassembler`).
@@ -40,8 +40,8 @@ class Resources:
         wgmma: asynchronous tensor core instructions in the PTX.
         serialised: ptxas' lines C75xx: it made a wgmma wait where the source does not.
         sass: how often each of `INSTRUCTIONS` stands in the machine code; None without a disassembler.
-        loop_spills: spilled loads and stores in each loop that holds an HGMMA, the one with most of them first: the main
-            loop. None without a disassembler.
+        loop_spills: spilled loads and stores in each loop that holds an HGMMA, first in the main loop, which holds most
+            of them. None without a disassembler.
     """
 
     threads: int
@@ -173,7 +173,7 @@ def count_instructions(sass: str) -> dict[str, int]:
 def loop_spills(sass: str) -> tuple[int, ...]:
     """Loads and stores of spilled registers in each loop that holds an HGMMA, the one with most of these first.
 
-    Loops are the cycles of the control flow graph: code that the compiler has moved out of line counts where it belongs.
+    Loops are the cycles of the control flow graph: code that the compiler has moved out of line is where it belongs.
     """
     steps, labels = [], {}
     for match in _LINE.finditer(sass):
