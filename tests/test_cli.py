@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
 from flashqla import bench, console, selftest
 from flashqla.cli import main
+from flashqla.hopper import compile, resources
 
 
 @pytest.fixture

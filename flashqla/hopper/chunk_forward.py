@@ -12,19 +12,21 @@ Outputs
     o            [T, HV, V]            dtype of q; rows past cu_seqlens[-1] become 0
     final        [N, HV, K, V]         fp32, any strides; written if `has_final`
 Definition
-    The chunk form (eq. 3.3 to 3.6) in the chunk's own frame, where no gate is left (eq. 8.1 to 8.6): a state S of frame c
-    stands for c S, and with f_i = 1 / (exp(G_i) r_i c)
+    The chunk form (eq. 3.3 to 3.6) in the chunk's own frame, where no gate is left (eq. 8.1 to 8.6): a state S of
+    frame c stands for c S, and with f_i = 1 / (exp(G_i) r_i c)
         W = f V - K S,   U = A W,   O = c exp(G) scale (Q S + Tril(Q K^T) U),   S' = S + K^T U,   c' = exp(G_C) c.
     c and 1 / exp(G) stay within 2^+-FRAME: a chunk that would leave it is `special` and takes eq. 8.7, gates and all.
 
 Grid: N * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in L2.
 Warpgroups, and what they wait for
-    chain (BV / 64)  keeps S^T, 64 rows each, in registers as the A operand of every wgmma; per chunk K S, A W, Q S, K^T U,
-                     P U, and the output rounded, transposed by stmatrix. Waits: `full` (tiles), `scores_full`, `o_free`.
+    chain (BV / 64)  keeps S^T, 64 rows each, in registers as the A operand of every wgmma; per chunk K S, A W, Q S,
+                     K^T U, P U, and the output rounded, transposed by stmatrix. Waits: `full` (tiles), `scores_full`,
+                     `o_free`.
     scores           P = Tril(Q K^T) of the chunk ahead; with l2norm also the query norms. Waits: `full`, `free`.
     producers        one warp each: TMA loads and the zeroes past the end of a sequence (`free`), gate factors (`free`),
                      TMA stores (`o_full`).
-Shared memory, K = V = BV = 128: three stages of Q, K, V (16 KB each) and A (8 KB), two of P (8 KB), O 16 KB, factors 5 KB: 205 KB.
+Shared memory, K = V = BV = 128: three stages of Q, K, V (16 KB each) and A (8 KB), two of P (8 KB), O 16 KB, factors
+5 KB: 205 KB.
 Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgroups; 232, 128, 40 with one.
 """
 
@@ -271,8 +273,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             T.wait_wgmma(1)  # S
                             start_chunk(i + 1, S, S_operand, U, k_shared)
                             T.wait_wgmma(1)  # O
-                        round_output(i, O, O_rounded, factors_shared, o_shared)
                         load_values(i + 1, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                        round_output(i, O, O_rounded, factors_shared, o_shared)
                         finish_chunk(i, free, o_full, lane)
                         T.wait_wgmma(0)
                     if special[0] != 0:
@@ -316,7 +318,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         if half == 0:
                             factors_shared[st, OUTPUT, row] *= T.rsqrt(square[0] + EPSILON)
                     if i > 1:
-                        T.barrier_wait(free[(i - 2) % ST], ((i - 2) // ST) % 2)  # the scores of chunk i - 2 have been used
+                        T.barrier_wait(
+                            free[(i - 2) % ST], ((i - 2) // ST) % 2
+                        )  # the scores of chunk i - 2 have been used
                     T.copy(P_rounded, p_shared[i % 2, :, :])
                     T.fence_proxy_async()
                     arrive(scores_full, i % 2, lane)

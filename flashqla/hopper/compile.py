@@ -268,7 +268,7 @@ def first_error(text: str) -> str:
     if "nv/target: No such file" in text:
         return "this nvcc lacks the CUDA C++ core libraries (pip install nvidia-cuda-cccl)"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it says nothing"]
-    return next((line for line in lines if re.search(r"\b(error|fatal)\b", line)), lines[-1])
+    return next((line for line in lines if re.search(r"\b(error|fatal)\s*: ", line)), lines[-1])
 
 
 def in_parallel(function: Callable, variants: Sequence[Variant], workers: int | None, title: str) -> list:

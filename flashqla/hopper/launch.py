@@ -1,4 +1,4 @@
-"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels (gated_inverse, chunk_forward)."""
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels."""
 
 import functools
 
@@ -87,9 +87,7 @@ def forward(
         + gated_inverse.GATED * (q.dtype == torch.float16)
     )
     with torch.cuda.device(q.device):
-        kernel(
-            "gated_inverse", dtype=_name(q), gate_dtype=_name(g), head_dim=K, heads=heads, beta_dtype=_name(beta)
-        )(
+        kernel("gated_inverse", dtype=_name(q), gate_dtype=_name(g), head_dim=K, heads=heads, beta_dtype=_name(beta))(
             k,
             g,
             beta,

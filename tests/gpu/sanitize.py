@@ -1,0 +1,49 @@
+"""Run small cases of the Hopper forward under compute-sanitizer: python tests/gpu/sanitize.py [tool ...]
+
+Needs an SM90 GPU and compute-sanitizer on PATH. Prints a line a tool; exit code 1 if one of them found something.
+"""
+
+import shutil
+import subprocess
+import sys
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CASE = """
+import torch
+from flashqla import chunk_gated_delta_rule, testing
+for heads, lengths, gate in (((2, 4), (65, 0, 1, 130), None), ((1, 1), (200,), -5.0), ((2, 8), (64, 3), 0.0)):
+    made = testing.inputs(1, sum(lengths) + 5, *heads, 128, 128, lengths=lengths, gate=gate, dtype=torch.bfloat16,
+                          device="cuda")
+    with torch.no_grad():
+        o, state = chunk_gated_delta_rule(made.q, made.k, made.v, made.g, made.beta, initial_state=made.initial_state,
+                                          cu_seqlens=made.cu_seqlens, output_final_state=True, backend="hopper",
+                                          use_qk_l2norm_in_kernel=True)
+    assert o.isfinite().all() and state.isfinite().all()
+torch.cuda.synchronize()
+"""
+
+
+def main(tools: list[str]) -> int:
+    if not shutil.which("compute-sanitizer"):
+        print("sanitize: compute-sanitizer is not on PATH")
+        return 2
+    failed = False
+    for tool in tools:
+        # Only the kernels of this package: torch's own copies are not under test.
+        filters = ["--kernel-name", "regex:chunk_forward|gated_inverse"]
+        run = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, *filters, "--error-exitcode", "9", sys.executable, "-c", CASE],
+            capture_output=True,
+            text=True,
+        )
+        lines = (run.stdout + run.stderr).splitlines()
+        summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "no output")
+        print(f"{tool}: exit code {run.returncode}; {summary.strip('= ')}")
+        if run.returncode:
+            failed = True
+            print("\n".join(lines[:40]))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(TOOLS)))
