@@ -238,9 +238,9 @@ def is_supported(
         ``(True, [])`` or ``(False, reasons)``.
     """
     if q is None:
-        reasons = {"hopper": backends.device_refusals, "fla": backends.fla_refusals}.get(backend, list)()
         if backend not in validation.BACKENDS:
-            reasons = [f"backend: must be one of {list(validation.BACKENDS)}, got {backend!r}"]
+            return False, [f"backend: must be one of {list(validation.BACKENDS)}, got {backend!r}"]
+        reasons = {"hopper": backends.device_refusals, "fla": backends.fla_refusals}.get(backend, list)()
         return not reasons, reasons
     insists = backend in ("hopper", "fla")
     call, unknown = _collect(options, q=q, k=k, v=v, g=g, beta=beta, backend="auto" if insists else backend)
@@ -262,8 +262,9 @@ def _collect(options: dict[str, Any], **named: Any) -> tuple[Call, dict[str, Any
         warnings.warn("transpose_state_layout is the old name of state_v_first", DeprecationWarning, stacklevel=3)
         named["state_v_first"] = options["transpose_state_layout"]
         options = {name: value for name, value in options.items() if name != "transpose_state_layout"}
-    known = {name: value for name, value in options.items() if name in Call._fields}
-    unknown = {name: value for name, value in options.items() if name not in Call._fields}
+    fields = set(Call._fields).difference(validation.OUTPUT_GRADIENTS)
+    known = {name: value for name, value in options.items() if name in fields}
+    unknown = {name: value for name, value in options.items() if name not in fields}
     return Call(**named, **known), unknown
 
 

@@ -208,6 +208,8 @@ def backward(
 
 def differentiable(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """As :func:`forward`, and differentiable once with respect to the first eight operands."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in operands if x is not None):
+        return forward(operands, options)
     distinct = []  # torch.compile refuses a Function that gets one tensor twice, as in q = k
     for tensor in operands:
         repeated = tensor is not None and any(tensor is other for other in distinct)
@@ -220,11 +222,15 @@ class _GatedDeltaRule(torch.autograd.Function):
     """Saves only the inputs, all through save_for_backward; the backward recomputes the rest from them."""
 
     @staticmethod
-    def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.options = options
+    def forward(options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.ops.flashqla.gated_delta_rule_forward(*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Apart from the forward, which is what torch.func.grad asks of a Function."""
+        ctx.options, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return torch.ops.flashqla.gated_delta_rule_forward(*tensors, *options)
 
     @staticmethod
     @once_differentiable

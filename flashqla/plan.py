@@ -100,10 +100,14 @@ class Plan:
             block_dv: fixes the split of d_v instead of choosing the cheapest.
 
         Raises:
-            ValueError: when ``lengths`` do not fit the shapes, or ``block_dv`` does not divide V.
+            ValueError: when a shape is not one of a call, ``lengths`` do not fit the shapes, ``block_dv`` does not
+                divide V, or there is no multiprocessor.
         """
-        batch, tokens, num_heads, head_dim_k = (int(size) for size in q_shape)
-        num_value_heads, head_dim_v = int(v_shape[2]), int(v_shape[3])
+        q_shape, v_shape = _check_shape("q_shape", q_shape), _check_shape("v_shape", v_shape)
+        batch, tokens, num_heads, head_dim_k = q_shape
+        num_value_heads, head_dim_v = v_shape[2:]
+        if sm_count < 1:
+            raise ValueError(f"sm_count: must be at least 1, got {sm_count}")
         packed = cu_seqlens_shape is not None or lengths is not None
         if lengths is not None:
             lengths = tuple(int(length) for length in lengths)
@@ -119,7 +123,7 @@ class Plan:
         if block_dv is None:
             costs = split_costs(num_sequences * num_value_heads, head_dim_v, sm_count)
             block_dv = min(costs, key=costs.get, default=head_dim_v)
-        elif head_dim_v % block_dv:
+        elif block_dv < 1 or head_dim_v % block_dv:
             raise ValueError(f"block_dv: must divide V = {head_dim_v}, got {block_dv}")
         return cls(
             num_sequences=num_sequences,
@@ -203,6 +207,13 @@ def _chunks(length: int) -> int:
 
 def _ceil_divide(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
+
+
+def _check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in shape)
+    if len(sizes) != 4 or min(sizes) < 0:
+        raise ValueError(f"{name}: must be 4 sizes, none of them negative, got {list(sizes)}")
+    return sizes
 
 
 def _check_lengths(lengths: tuple[int, ...], tokens: int, cu_seqlens_shape: Sequence[int] | None) -> None:

@@ -8,8 +8,8 @@ dtypes, devices, and the values of ``cu_seqlens`` where they lie on the CPU.
 from __future__ import annotations
 
 import difflib
-import math
 import os
+import sys
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -38,6 +38,9 @@ RESERVED = {
     "gv": "the gated delta rule has one decay per value head (g), not one per value channel",
 }
 """Keywords that are understood but may only be None, and why."""
+
+OUTPUT_GRADIENTS = ("do", "dht")
+"""Fields of a call that only the function without autograd has."""
 
 Problem = tuple[type[Exception], str]
 
@@ -114,7 +117,8 @@ def find_unknown(unknown: dict[str, Any]) -> list[Problem]:
                 text = "head_first: must be False, got True; pass tensors as [B, T, H, ...] (x.transpose(1, 2))"
                 problems.append((NotImplementedError, text))
             continue
-        close = difflib.get_close_matches(name, [field for field in Call._fields if field not in RESERVED], n=1)
+        fields = [field for field in Call._fields if field not in (*RESERVED, *OUTPUT_GRADIENTS)]
+        close = difflib.get_close_matches(name, fields, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         problems.append((TypeError, f"{name}: unknown keyword{hint}"))
     return problems
@@ -144,7 +148,7 @@ def host_offsets(call: Call) -> Tensor | None:
     if call.cu_seqlens.device.type == "cpu":
         return call.cu_seqlens
     if call.plan is not None and call.plan.lengths is not None:
-        return torch.tensor((0, *call.plan.lengths), dtype=torch.int64).cumsum(0)
+        return torch.tensor((0, *call.plan.lengths), dtype=torch.int64, device="cpu").cumsum(0)
     return None
 
 
@@ -163,6 +167,9 @@ def _find_tensor_problems(call: Call) -> list[Problem]:
             continue
         if not isinstance(tensor, Tensor):
             problems.append((TypeError, f"{name}: must be a tensor, got {type(tensor).__name__}"))
+            continue
+        if tensor.layout != torch.strided or tensor.is_nested:
+            problems.append((TypeError, f"{name}: must be a dense tensor, got layout {tensor.layout}"))
             continue
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype) for dtype in DTYPES)
@@ -248,11 +255,11 @@ def _find_option_problems(call: Call) -> list[Problem]:
     if call.scale is not None:
         if isinstance(call.scale, bool) or not isinstance(call.scale, (Real, torch.SymFloat)):
             problems.append((TypeError, f"scale: must be a number or None, got {type(call.scale).__name__}"))
-        elif isinstance(call.scale, Real) and not math.isfinite(call.scale):
+        elif not abs(call.scale) <= sys.float_info.max:
             problems.append((ValueError, f"scale: must be finite, got {call.scale}"))
     if call.chunk_size not in CHUNK_SIZES:
         problems.append((ValueError, f"chunk_size: must be one of {list(CHUNK_SIZES)}, got {call.chunk_size!r}"))
-    if call.context_parallel not in ("auto", True, False):
+    if not isinstance(call.context_parallel, (bool, str)) or call.context_parallel not in ("auto", True, False):
         text = f'context_parallel: must be "auto", True or False, got {call.context_parallel!r}'
         problems.append((ValueError, text))
     for name, reason in RESERVED.items():

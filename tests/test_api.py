@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import importlib.util
 import inspect
 import itertools
@@ -162,6 +163,32 @@ def test_old_name_of_state_v_first(device):
     assert torch.equal(state, expected)
 
 
+def test_global_defaults_change_nothing():
+    """Neither the default device nor the default dtype of torch reaches into a call."""
+    made = inputs(tokens=130, lengths=(73, 0, 40), **DIMS)
+    options = activations(made)
+    expected = outcome(chunk_gated_delta_rule, made, **options)
+    direct = flashqla.reference.chunked(**made.arguments()).output
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = outcome(chunk_gated_delta_rule, made, **options)
+        assert torch.equal(flashqla.reference.chunked(**made.arguments()).output, direct)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in results.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+def test_threads(device):
+    made = inputs(tokens=130, lengths=(73, 0, 40), device=device, **DIMS)
+    expected = outcome(chunk_gated_delta_rule, made)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for results in pool.map(lambda _: outcome(chunk_gated_delta_rule, made), range(8)):
+            assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
 def test_inputs_are_not_written_to(device, dtype):
     made = inputs(tokens=130, lengths=(73, 0, 40), dtype=dtype, device=device, **DIMS)
     names = (*made.arguments(), "do", "dht")
@@ -199,7 +226,8 @@ def test_is_supported_on_the_cpu():
 
 def test_is_supported_on_this_machine():
     assert is_supported(backend="reference") == (True, [])
-    assert is_supported(backend="nonsense")[0] is False
+    for nonsense in ("nonsense", None, []):
+        assert is_supported(backend=nonsense)[0] is False
     ok, reasons = is_supported()
     assert ok == (not reasons) and all(isinstance(reason, str) for reason in reasons)
 

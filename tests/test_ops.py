@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flashqla import Gradients, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flashqla.operands import NUM_DIFFERENTIABLE
@@ -119,6 +120,22 @@ def test_compile_with_host_offsets_and_repeated_tensors(device, function):
     assert torch.equal(o, function(**arguments)[0])
 
 
+@pytest.mark.parametrize(
+    "lengths", [[(10,), (64,), (65,), (1,)], [(3, 4), (64, 0, 65), (1,) * 20]], ids=["dense", "packed"]
+)
+def test_compile_with_sizes_that_change(device, lengths):
+    """Other numbers of tokens and sequences need no new graph, beside those of the sizes 0 and 1."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, dynamic=True, backend=counter)
+    for each in lengths:
+        made = inputs(tokens=sum(each), lengths=each if len(each) > 1 else None, device=device, **DIMS)
+        results, expected = (outcome(function, made, scale=0.5) for function in (compiled, chunk_gated_delta_rule))
+        for name, tensor in results.items():
+            torch.testing.assert_close(tensor, expected[name], msg=name)
+    assert counter.frame_count <= 3
+
+
 def test_compiled_call_still_refuses_bad_offsets(device):
     torch._dynamo.reset()
     made = inputs(tokens=33, lengths=(20, 0, 9), device=device, **DIMS)
@@ -162,6 +179,24 @@ def test_differentiable_once(device):
     (dq,) = torch.autograd.grad(o.square().sum(), made.q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+def test_function_transforms(device):
+    made = inputs(tokens=8, device=device, **DIMS)
+    leaves = made.requires_grad()
+    chunk_gated_delta_rule(**leaves.arguments())[0].square().sum().backward()
+
+    def loss(q, k):
+        return chunk_gated_delta_rule(**made.arguments(q=q, k=k))[0].square().sum()
+
+    gradients = torch.func.grad(loss, argnums=(0, 1))(made.q, made.k)
+    assert torch.equal(gradients[0], leaves.q.grad) and torch.equal(gradients[1], leaves.k.grad)
+    losses = torch.func.vmap(loss)(torch.stack([made.q, made.k]), torch.stack([made.k, made.k]))
+    torch.testing.assert_close(losses, torch.stack([loss(made.q, made.k), loss(made.k, made.k)]))
+    with pytest.raises(RuntimeError, match="does not have vmap support"):
+        torch.func.vmap(torch.func.grad(loss))(made.q[None], made.k[None])
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(loss, (made.q, made.k), (made.q, made.k))
 
 
 def test_unneeded_gradients_are_not_made(device):

@@ -61,11 +61,14 @@ OPTION_CASES = [
     ({"scale": "1"}, TypeError, "scale: must be a number or None, got str"),
     ({"scale": True}, TypeError, "scale: must be a number or None, got bool"),
     ({"scale": float("nan")}, ValueError, "scale: must be finite, got nan"),
+    ({"scale": 10**400}, ValueError, "scale: must be finite, got 1000"),
     ({"output_final_state": "yes"}, TypeError, "output_final_state: must be True or False, got str"),
     ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval: needs use_beta_sigmoid_in_kernel=True"),
     ({"use_gate_in_kernel": True}, ValueError, "A_log: must be a tensor of shape [HV] with use_gate_in_kernel=True"),
     ({"chunk_size": 128}, ValueError, "chunk_size: must be one of [16, 32, 64], got 128"),
     ({"context_parallel": "yes"}, ValueError, "context_parallel: must be \"auto\", True or False, got 'yes'"),
+    ({"context_parallel": 1}, ValueError, 'context_parallel: must be "auto", True or False, got 1'),
+    ({"context_parallel": torch.ones(2)}, ValueError, 'context_parallel: must be "auto", True or False, got tensor'),
     (
         {"backend": "cutlass"},
         ValueError,
@@ -77,6 +80,7 @@ OPTION_CASES = [
     ({"head_first": True}, NotImplementedError, "head_first: must be False, got True"),
     ({"initial_sate": None}, TypeError, "initial_sate: unknown keyword; did you mean initial_state?"),
     ({"xyzzy": None}, TypeError, "xyzzy: unknown keyword"),
+    ({"do": None}, TypeError, "do: unknown keyword"),
     ({"plan": 3}, TypeError, "plan: must be a flashqla.Plan, got int"),
 ]
 
@@ -132,6 +136,11 @@ def test_all_problems_at_once(made):
     assert text.startswith("chunk_gated_delta_rule: 6 problems\n")
     for name in ("typo:", "k:", "v:", "g:", "scale:", "cu_seqlens:"):
         assert f"  - {name}" in text
+
+
+def test_layouts(made):
+    with pytest.raises(TypeError, match=r"q: must be a dense tensor, got layout torch\.sparse_coo"):
+        chunk_gated_delta_rule(**made.arguments(q=made.q.to_sparse()))
 
 
 def test_devices():

@@ -66,7 +66,9 @@ def forward(
     if initial_state is not None:
         initial = initial_state.float()
         initial = initial.mT if state_v_first else initial
-    if N == 0:
+    if N == 0 or T == 0:  # nothing to launch: the states pass through
+        if final_state is not None:
+            final_state = final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return o.zero_(), final_state
 
     q, k, v = (_tiles(x) for x in (q, k, v))

@@ -97,15 +97,16 @@ class Layout:
     def _index(self) -> tuple[Tensor, Tensor]:
         """Token of every row of every chunk `[num_chunks * C]`, and whether the row is one of the sequence; those that
         are not repeat the first token of their chunk."""
-        starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
-        counts = torch.tensor(self.counts)
-        order = torch.arange(self.num_sequences) if self.order is None else torch.tensor(self.order)
-        step = torch.repeat_interleave(torch.arange(len(self.counts)), counts)
-        sequence = order[torch.arange(self.num_chunks) - (counts.cumsum(0) - counts)[step]]
-        first = (starts[sequence] + step * self.chunk_size)[:, None]
-        token = first + torch.arange(self.chunk_size)
-        valid = token < (starts + lengths)[sequence][:, None]
-        return torch.where(valid, token, first).flatten(), valid.flatten()
+        with torch.device("cpu"):  # whatever the default device is: these come from the host
+            starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
+            counts = torch.tensor(self.counts)
+            order = torch.arange(self.num_sequences) if self.order is None else torch.tensor(self.order)
+            step = torch.repeat_interleave(torch.arange(len(self.counts)), counts)
+            sequence = order[torch.arange(self.num_chunks) - (counts.cumsum(0) - counts)[step]]
+            first = (starts[sequence] + step * self.chunk_size)[:, None]
+            token = first + torch.arange(self.chunk_size)
+            valid = token < (starts + lengths)[sequence][:, None]
+            return torch.where(valid, token, first).flatten(), valid.flatten()
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Tokens `[B,T,H,D]` (or `[B,T,H]`) as a new tensor over chunk-heads, `[num_chunks * H,C,D]` (or
