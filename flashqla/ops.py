@@ -208,7 +208,9 @@ def backward(
 
 def differentiable(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """As :func:`forward`, and differentiable once with respect to the first eight operands."""
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in operands if x is not None):
+    if torch.compiler.is_compiling() and not (
+        torch.is_grad_enabled() and any(x.requires_grad for x in operands if x is not None)
+    ):  # torch.compile cannot trace a Function with a setup_context where nothing asks for gradients
         return forward(operands, options)
     distinct = []  # torch.compile refuses a Function that gets one tensor twice, as in q = k
     for tensor in operands:

@@ -191,11 +191,9 @@ def test_function_transforms(device):
 
     gradients = torch.func.grad(loss, argnums=(0, 1))(made.q, made.k)
     assert torch.equal(gradients[0], leaves.q.grad) and torch.equal(gradients[1], leaves.k.grad)
-    losses = torch.func.vmap(loss)(torch.stack([made.q, made.k]), torch.stack([made.k, made.k]))
-    torch.testing.assert_close(losses, torch.stack([loss(made.q, made.k), loss(made.k, made.k)]))
     with pytest.raises(RuntimeError, match="does not have vmap support"):
-        torch.func.vmap(torch.func.grad(loss))(made.q[None], made.k[None])
-    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.vmap(loss)(made.q[None], made.k[None])
+    with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jvp(loss, (made.q, made.k), (made.q, made.k))
 
 

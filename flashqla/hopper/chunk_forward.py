@@ -41,6 +41,7 @@ ROWS = 64  # of S^T in one warpgroup: the M of a wgmma
 STAGES = 3
 FRAME = 60.0  # log2 range of a frame: two of them still multiply within fp32 and bf16
 EPSILON = 1e-6  # of eq. 2.4
+LANES = 1  # of a warp that arrive at a barrier for all; 32 for racecheck, which follows no arrival through __syncwarp
 
 # rows of the factors of a chunk
 VALUE, OUTPUT, STATE, KEEP, GATE, SCALARS = range(6)
@@ -95,7 +96,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     def arrive(barrier, index, lane):
         """One arrival a warp: 32 would queue at the same word."""
         T.sync_warp()
-        if lane == 0:
+        if lane < LANES:
             T.barrier_arrive(barrier[index])
 
     @T.macro
@@ -215,9 +216,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
 
             # `full[ST]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
-            free = T.alloc_barrier(arrive_count=[4 * (chains + 1)] * ST)
-            scores_full = T.alloc_barrier(arrive_count=[4] * 2)
-            o_full = T.alloc_barrier(arrive_count=[4 * chains])
+            free = T.alloc_barrier(arrive_count=[4 * (chains + 1) * LANES] * ST)
+            scores_full = T.alloc_barrier(arrive_count=[4 * LANES] * 2)
+            o_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             o_free = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout(
                 {V: transposed(BV, C), O_rounded: transposed(BV, C)}
