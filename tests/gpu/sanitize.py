@@ -21,7 +21,8 @@ for heads, lengths, gate in (((2, 4), (65, 0, 1, 130), None), ((1, 1), (200,), -
         o, state = chunk_gated_delta_rule(made.q, made.k, made.v, made.g, made.beta, initial_state=made.initial_state,
                                           cu_seqlens=made.cu_seqlens, output_final_state=True, backend="hopper",
                                           use_qk_l2norm_in_kernel=True)
-    assert o.isfinite().all() and state.isfinite().all()
+    if sys.argv[2] == "read":
+        assert o.isfinite().all() and state.isfinite().all()
 torch.cuda.synchronize()
 """
 
@@ -32,15 +33,13 @@ def main(tools: list[str]) -> int:
         return 2
     failed = False
     for tool in tools:
-        # Only the kernels of this package: torch's own are not under test. initcheck must see all that write.
-        names = () if tool == "initcheck" else ("chunk_forward", "gated_inverse")
+        # Only the kernels of this package: torch's own are not under test. initcheck does not see what TMA writes, so
+        # that it would take any reader of the results for a reader of nothing.
+        names = ("chunk_forward", "gated_inverse")
         filters = [f"--kernel-name=kernel_substring={name}" for name in names]
-        lanes = "32" if tool == "racecheck" else "1"
-        run = subprocess.run(
-            ["compute-sanitizer", "--tool", tool, *filters, "--error-exitcode", "9", sys.executable, "-c", CASE, lanes],
-            capture_output=True,
-            text=True,
-        )
+        arguments = ["32" if tool == "racecheck" else "1", "skip" if tool == "initcheck" else "read"]
+        command = ["compute-sanitizer", "--tool", tool, *filters, "--error-exitcode", "9", sys.executable, "-c", CASE]
+        run = subprocess.run([*command, *arguments], capture_output=True, text=True)
         lines = (run.stdout + run.stderr).splitlines()
         summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "no output")
         print(f"{tool}: exit code {run.returncode}; {summary.strip('= ')}")
