@@ -71,14 +71,20 @@ def make_plan(operands: Operands, options: Options) -> Plan:
     offsets, lengths = _offsets_on_host(operands), None
     if offsets is not None:
         lengths = sequence_lengths(offsets.tolist(), operands.q.shape[1])
-    return Plan.build(
+    return _plan_of(
         operands.q.shape,
         operands.v.shape,
         None if operands.cu_seqlens is None else operands.cu_seqlens.shape,
         lengths,
-        sm_count=device_sm_count(operands.q.device),
-        block_dv=options.block_dv or None,
+        device_sm_count(operands.q.device),
+        options.block_dv or None,
     )
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_of(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv) -> Plan:
+    """Plans are values: calls of the same shapes share one."""
+    return Plan.build(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count=sm_count, block_dv=block_dv)
 
 
 def _offsets_on_host(operands: Operands) -> Tensor | None:

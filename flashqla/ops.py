@@ -208,9 +208,10 @@ def backward(
 
 def differentiable(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """As :func:`forward`, and differentiable once with respect to the first eight operands."""
-    if torch.compiler.is_compiling() and not (
-        torch.is_grad_enabled() and any(x.requires_grad for x in operands if x is not None)
-    ):  # torch.compile cannot trace a Function with a setup_context where nothing asks for gradients
+    asked_for = torch.is_grad_enabled() and any(x.requires_grad for x in operands if x is not None)
+    # torch.compile cannot trace a Function with a setup_context where nothing asks for gradients, and an eager call
+    # saves its cost; function transforms want the Function in any case, for its refusals.
+    if not asked_for and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()):
         return forward(operands, options)
     distinct = []  # torch.compile refuses a Function that gets one tensor twice, as in q = k
     for tensor in operands:

@@ -8,6 +8,7 @@ dtypes, devices, and the values of ``cu_seqlens`` where they lie on the CPU.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 from numbers import Real
@@ -95,7 +96,35 @@ def require(function: str, call: Call, unknown: dict[str, Any] | None = None) ->
     Raises:
         TypeError, ValueError, NotImplementedError: after the kind of the first problem.
     """
+    key = None if unknown else _key(call)
+    if key is not None and key in _valid:
+        return
     raise_problems(function, find_unknown(unknown or {}) + find_problems(call))
+    if key is not None:
+        if len(_valid) >= MOST_VALID:
+            _valid.clear()
+        _valid.add(key)
+
+
+MOST_VALID = 4096
+_valid: set[tuple] = set()
+"""Keys of calls found valid: a model makes the same few calls over and over."""
+
+
+def _key(call: Call) -> tuple | None:
+    """All that the verdict on a call depends on, or None where it depends on values too."""
+    offsets_on_host = call.cu_seqlens is not None and (
+        call.cu_seqlens_cpu is not None or not isinstance(call.cu_seqlens, Tensor) or call.cu_seqlens.is_cpu
+    )
+    many = len(getattr(call.plan, "lengths", None) or ()) > 256  # too long to hash at every call
+    if offsets_on_host or many or torch.compiler.is_compiling() or debug_enabled():
+        return None
+    try:
+        key = tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else (type(x), x) for x in call)
+        hash(key)
+    except (TypeError, RuntimeError):  # something unhashable, or a nested tensor, which has no shape
+        return None
+    return key
 
 
 def raise_problems(function: str, problems: list[Problem]) -> None:
@@ -148,8 +177,14 @@ def host_offsets(call: Call) -> Tensor | None:
     if call.cu_seqlens.device.type == "cpu":
         return call.cu_seqlens
     if call.plan is not None and call.plan.lengths is not None:
-        return torch.tensor((0, *call.plan.lengths), dtype=torch.int64, device="cpu").cumsum(0)
+        return _offsets_of(call.plan.lengths)
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def _offsets_of(lengths: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(False):  # the next caller may train
+        return torch.tensor((0, *lengths), dtype=torch.int64, device="cpu").cumsum(0)
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors

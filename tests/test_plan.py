@@ -9,8 +9,9 @@ import pickle
 import pytest
 import torch
 
-from flashqla import Plan
+from flashqla import Plan, chunk_gated_delta_rule
 from flashqla.plan import COST_PER_CHUNK, sequence_lengths
+from flashqla.testing import inputs
 
 
 def shapes(batch: int = 1, tokens: int = 8192, heads: int = 16, value_heads: int = 64, dim: int = 128):
@@ -136,3 +137,13 @@ def test_no_device_is_read():
     """Shapes of tensors that have no values are enough."""
     q, v = (torch.empty(shape, device="meta") for shape in shapes())
     assert Plan.build(q.shape, v.shape) == Plan.build(*shapes())
+
+
+def test_a_plan_that_served_inference_also_trains():
+    made = inputs(tokens=70, lengths=(30, 40))
+    plan = Plan.build(made.q.shape, made.v.shape, made.cu_seqlens.shape, (30, 40))
+    with torch.inference_mode():
+        chunk_gated_delta_rule(**made.arguments(plan=plan))
+    made.q.requires_grad_()
+    chunk_gated_delta_rule(**made.arguments(plan=plan))[0].sum().backward()
+    assert made.q.grad is not None

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashqla import Plan, chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, fused_recurrent_gated_delta_rule
+from flashqla import (
+    Plan,
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    fused_recurrent_gated_delta_rule,
+    validation,
+)
 from flashqla.testing import inputs
 
 
@@ -191,3 +197,28 @@ def test_gradients_of_the_outputs(made):
         chunk_gated_delta_rule_bwd(**made.arguments(cu_seqlens=None), do=made.do[:1], dht=made.dht[:1])
     assert "do: must have shape [B, T, HV, V] = [2, 8, 4, 32], got [1, 8, 4, 32]" in str(caught.value)
     assert "dht: must have shape [N, HV, K, V] = [2, 4, 16, 32], got [1, 4, 16, 32]" in str(caught.value)
+
+
+def test_a_valid_call_is_judged_once(monkeypatch):
+    """The verdict is kept for the next call of the same shapes, dtypes and options, and for no other."""
+    made = inputs(tokens=70, heads=1, value_heads=3, head_dim_k=24, head_dim_v=40)
+    judged = []
+    find_problems = validation.find_problems
+    monkeypatch.setattr(validation, "find_problems", lambda call: judged.append(call) or find_problems(call))
+    for _ in range(3):
+        chunk_gated_delta_rule(**made.arguments())
+    assert len(judged) == 1
+    chunk_gated_delta_rule(**made.arguments(scale=0.5))
+    assert len(judged) == 2
+    with pytest.raises(TypeError, match="beta"):
+        chunk_gated_delta_rule(**made.arguments(beta=made.beta.to(torch.int32)))
+    with pytest.raises(TypeError, match="beta"):
+        chunk_gated_delta_rule(**made.arguments(beta=made.beta.to(torch.int32)))
+
+
+def test_offsets_on_the_host_are_judged_each_time():
+    made = inputs(tokens=70, lengths=(30, 40))
+    chunk_gated_delta_rule(**made.arguments())
+    made.cu_seqlens[1] = 80
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        chunk_gated_delta_rule(**made.arguments())

@@ -1,8 +1,10 @@
 """Gradients of the chunk form by hand, in two forms (derivations, eqs. 6.1 to 6.14); no autograd inside.
 
-The states are recomputed from the inputs, so a forward pass needs to save nothing else. Both forms share the adjoint
-state chain and differ in how the triangular system is differentiated: "textbook" goes through the gradient of the
-inverse, "adjoint" solves the transposed system and needs no gradient of the inverse.
+The states are recomputed from the inputs, so a forward pass needs to save nothing else; where chunks are computed in
+blocks (`blocks_of`), only the states between blocks are kept from the way there to the way back.
+
+Both forms share the adjoint state chain and differ in how the triangular system is differentiated: "textbook" goes
+through the gradient of the inverse, "adjoint" solves the transposed system and needs no gradient of the inverse.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashqla.reference.chunked import Chunks, States, Visit, cut, state_chain
+from flashqla.reference.chunked import Chunks, States, Visit, blocks_of, cut, state_chain
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 
 
@@ -108,11 +110,12 @@ def gate_gradient(pairs: Tensor, read: Tensor, write: Tensor, carried: Tensor) -
 
 def differentiate(
     layout: Layout, chunks: Chunks, d_output: Tensor, state: Tensor, d_state: Tensor, form: str
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Both chains, then all that is left, all chunks at once (eqs. 6.5 to 6.14).
 
-    state, d_state: the initial state and the gradient of the final one, `[N,HV,K,V]` by rank; both are overwritten.
-    Returns dq, dk `[m,C,K]`, dv `[b,C,V]`, dg, dbeta `[b,C]`, and the gradient of the initial state by rank.
+    state, d_state: the initial state and the gradient of the final one, `[N,HV,K,V]` by rank, which are overwritten by
+    the final state and the gradient of the initial one.
+    Returns dq, dk `[m,C,K]`, dv `[b,C,V]`, dg, dbeta `[b,C]`.
     """
     if form not in FORMS:
         raise ValueError(f"form: must be one of {list(FORMS)}, got {form!r}")
@@ -123,7 +126,7 @@ def differentiate(
 
     def at_end(rows: slice, end: Tensor) -> None:
         torch.bmm(states.corrected[rows], end.mT, out=k_write[rows])
-        torch.bmm(starts[rows].flatten(1)[:, None], end.flatten(1)[..., None], out=crossing[rows])
+        torch.sum(starts[rows] * end, (1, 2), keepdim=True, out=crossing[rows])
 
     adjoints = adjoint_chain(layout, chunks, d_output, d_state, at_end)
     system = FORMS[form](chunks, states, adjoints)
@@ -149,15 +152,14 @@ def differentiate(
     d_gram = over_group(system.d_gram)
     dq = over_group(q_read).baddbmm_(d_scores, chunks.k)
     dk = over_group(k_read.add_(k_write)).baddbmm_(d_scores.mT, chunks.q).baddbmm_(d_gram + d_gram.mT, chunks.k)
-    return (dq, dk, adjoints.d_values, dg, system.dbeta), adjoints.initial
+    return dq, dk, adjoints.d_values, dg, system.dbeta
 
 
-def scatter_gradients(layout: Layout, gradients: tuple[Tensor, ...], heads: int, value_heads: int) -> list[Tensor]:
-    """Bring the results of `differentiate` to dq, dk `[B,T,H,K]`, dv `[B,T,HV,V]`, dg, dbeta `[B,T,HV]`."""
-    return [
-        layout.scatter(x, number, x.dtype)
-        for x, number in zip(gradients, (heads, heads, value_heads, value_heads, value_heads), strict=True)
-    ]
+def new_gradients(layout: Layout, q: Tensor, v: Tensor) -> list[Tensor]:
+    """Room for dq, dk `[B,T,H,K]`, dv `[B,T,HV,V]`, dg, dbeta `[B,T,HV]` in the compute dtype."""
+    like = q.new_empty(0, dtype=compute_dtype(q))
+    dims = (q.shape[2:], q.shape[2:], v.shape[2:], v.shape[2:3], v.shape[2:3])
+    return [layout.new_tokens(*each, like=like) for each in dims]
 
 
 @without_autocast
@@ -184,8 +186,17 @@ def backward(
     layout = Layout.of(q, cu_seqlens, chunk_size)
     like = q.new_empty(0, dtype=compute_dtype(q))
     shape = (v.shape[2], q.shape[-1], v.shape[-1])
-    chunks = cut(layout, q, k, v, g, beta, scale)
     state, d_state = (layout.read_state(given, shape, state_v_first, like) for given in (initial_state, dht))
-    gradients, d_initial = differentiate(layout, chunks, layout.gather(do, like.dtype), state, d_state, form)
-    d_initial = None if initial_state is None else layout.write_state(d_initial, state_v_first)
-    return Gradients(*scatter_gradients(layout, gradients, q.shape[2], v.shape[2]), d_initial)
+    q, k, v, g, beta, do = map(layout.collapsible, (q, k, v, g, beta, do))
+    blocks, starts = list(blocks_of(layout, v)), []
+    for block in blocks:
+        starts.append(state[: block.num_sequences].clone())
+        if block is not blocks[-1]:
+            state_chain(block, cut(block, q, k, v, g, beta, scale), state[: block.num_sequences])
+    gradients = new_gradients(layout, q, v)
+    for block in reversed(blocks):
+        chunks, d_output = cut(block, q, k, v, g, beta, scale), block.gather(do, like.dtype)
+        parts = differentiate(block, chunks, d_output, starts.pop(), d_state[: block.num_sequences], form)
+        for part, whole in zip(parts, gradients, strict=True):
+            block.scatter(part, whole)
+    return Gradients(*gradients, None if initial_state is None else layout.write_state(d_state, state_v_first))

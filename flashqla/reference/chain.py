@@ -22,7 +22,8 @@ def chain(
     beta: Tensor,
     scale: float | None,
     state: Tensor,
-) -> tuple[Tensor, Tensor]:
+    output: Tensor,
+) -> None:
     """`chunked` with the two-product chain: same arguments, same result, outside autograd as well."""
     chunks = cut(layout, q, k, v, g, beta, scale)
     written = chunks.inverse * chunks.beta.mT  # Ab
@@ -42,5 +43,4 @@ def chain(
         y = late_values[rows] - chunks.carry[rows] * prediction[rows]  # eq. 4.3
         active.mul_(chunks.carry[rows]).baddbmm_(writer[rows], y)
     residual = chunks.v - chunks.gamma * prediction
-    output = chunks.q_read @ starts + reader @ residual  # eq. 4.4
-    return layout.scatter(output, v.shape[2], q.dtype), state
+    layout.scatter(chunks.q_read @ starts + reader @ residual, output)  # eq. 4.4

@@ -7,7 +7,7 @@ value heads of a group share. Shapes below write `b = num_chunks * HV` and `m = 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 from flashqla.reference.recurrent import Result
+
+CPU_BLOCK = 64
+"""Chunk-heads computed at a time on a CPU, so that they stay in its cache and the memory they need is reused."""
 
 
 class Chunks(NamedTuple):
@@ -135,20 +138,27 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
     return States(residual, corrected, state)
 
 
-def read_out(layout: Layout, chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 3.5 along the state chain: O = scale Lambda Q S + P U `[b,C,V]`, and the final state as in `state_chain`."""
+def read_out(layout: Layout, chunks: Chunks, state: Tensor) -> Tensor:
+    """Eq. 3.5 along the state chain: O = scale Lambda Q S + P U `[b,C,V]`; overwrites `state` as `state_chain` does."""
     output = torch.empty_like(chunks.v)
     states = state_chain(
         layout, chunks, state, lambda rows, start: torch.bmm(chunks.q_read[rows], start, out=output[rows])
     )
-    return output.baddbmm_(chunks.scores, states.corrected), states.final
+    return output.baddbmm_(chunks.scores, states.corrected)
+
+
+def blocks_of(layout: Layout, v: Tensor) -> Iterator[Layout]:
+    """Layouts to compute one after the other: on a CPU of about `CPU_BLOCK` chunk-heads, elsewhere all at once."""
+    if v.device.type != "cpu" and layout.num_chunks:
+        return iter((layout,))
+    return layout.blocks(CPU_BLOCK // v.shape[2])
 
 
 def chunk_form(function):
-    """Give `function(layout, q, k, v, g, beta, scale, state, **options)` the signature of `recurrent` and `chunk_size`.
+    """Give `function(layout, q, k, v, g, beta, scale, state, output, **options)` the signature of `recurrent` and
+    `chunk_size`.
 
-    `function` takes the initial state `[N,HV,K,V]` by rank, may overwrite it, and returns the output `[B,T,HV,V]` and
-    the final state by rank.
+    `function` turns the initial state `[N,HV,K,V]` by rank into the final one, and writes `output [B,T,HV,V]`.
     """
 
     @functools.wraps(function)
@@ -172,7 +182,8 @@ def chunk_form(function):
         layout = Layout.of(q, cu_seqlens, chunk_size)
         shape, like = (v.shape[2], q.shape[-1], v.shape[-1]), q.new_empty(0, dtype=compute_dtype(q))
         state = layout.read_state(initial_state, shape, state_v_first, like)
-        output, state = function(layout, q, k, v, g, beta, scale, state, **options)
+        output = layout.new_tokens(*v.shape[2:], like=q)
+        function(layout, *map(layout.collapsible, (q, k, v, g, beta)), scale, state, output, **options)
         return Result(output, layout.write_state(state, state_v_first) if output_final_state else None)
 
     del forward.__wrapped__  # the signature to show is the shared one, the docstring the function's own
@@ -189,12 +200,13 @@ def chunked(
     beta: Tensor,
     scale: float | None,
     state: Tensor,
-) -> tuple[Tensor, Tensor]:
+    output: Tensor,
+) -> None:
     """`recurrent` in chunks of `chunk_size` tokens: the same arguments, the same result, a fraction of the operations.
 
     Only the states at chunk boundaries are computed one after the other. Outside autograd: gradients come from
     `flashqla.reference.backward`.
     """
-    chunks = cut(layout, q, k, v, g, beta, scale)
-    output, final = read_out(layout, chunks, state)
-    return layout.scatter(output, v.shape[2], q.dtype), final
+    for block in blocks_of(layout, v):
+        chunks = cut(block, q, k, v, g, beta, scale)
+        block.scatter(read_out(block, chunks, state[: block.num_sequences]), output)

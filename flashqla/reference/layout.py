@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,23 +85,46 @@ class Layout:
         bounds = itertools.accumulate(self.counts, initial=0)
         return [slice(start * heads, stop * heads) for start, stop in itertools.pairwise(bounds)]
 
+    def blocks(self, chunks: int) -> Iterator[Layout]:
+        """The same chunks cut along the steps, as layouts of at most `chunks` chunks each (at least one step).
+
+        The sequences of a block are the first ranks of the whole, in this order: their states are its first rows.
+        """
+        first, order = 0, self.order or range(self.num_sequences)
+        while first < len(self.counts):
+            alive, offset = order[: self.counts[first]], first * self.chunk_size
+            span = max(1, chunks // len(alive))
+            lengths = [min(span * self.chunk_size, self.lengths[sequence] - offset) for sequence in alive]
+            starts = [self.starts[sequence] + offset for sequence in alive]
+            yield Layout.build(self.batch, self.tokens, self.chunk_size, starts, lengths)
+            first += span
+
     @functools.cached_property
-    def _uniform(self) -> bool:
-        """Equal sequences of whole chunks, back to back: gathering is then one transposing copy, without an index."""
-        length = self.lengths[0] if self.lengths else 0
-        return length % self.chunk_size == 0 and all(
-            start == rank * length and own == length
-            for rank, (start, own) in enumerate(zip(self.starts, self.lengths, strict=True))
-        )
+    def _stride(self) -> int | None:
+        """Distance between the starts of equal sequences of whole chunks, None if they are not so: gathering is then
+        one transposing copy, without an index."""
+        length = self.lengths[0] if self.num_chunks else 0
+        stride = self.starts[1] - self.starts[0] if len(self.starts) > 1 else length
+        regular = length > 0 and length % self.chunk_size == 0 and stride >= length
+        regular = regular and all(own == length for own in self.lengths)
+        regular = regular and all(start == self.starts[0] + i * stride for i, start in enumerate(self.starts))
+        return stride if regular else None
+
+    def _view(self, flat: Tensor) -> Tensor:
+        """Tokens `[batch * tokens,H,...]` of regular sequences seen as `[steps,N,H,C,...]`."""
+        length = self.lengths[0]
+        rows = flat[self.starts[0] :].unfold(0, length, self._stride)[: self.num_sequences]
+        return rows.unflatten(-1, (-1, self.chunk_size)).movedim((-2, -1), (0, 3))
 
     @functools.cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
         """Token of every row of every chunk `[num_chunks * C]`, and whether the row is one of the sequence; those that
         are not repeat the first token of their chunk."""
         with torch.device("cpu"):  # whatever the default device is: these come from the host
-            starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
-            counts = torch.tensor(self.counts)
-            order = torch.arange(self.num_sequences) if self.order is None else torch.tensor(self.order)
+            order = range(self.num_sequences) if self.order is None else self.order
+            starts, lengths, counts, order = (
+                torch.tensor(numbers, dtype=torch.int64) for numbers in (self.starts, self.lengths, self.counts, order)
+            )
             step = torch.repeat_interleave(torch.arange(len(self.counts)), counts)
             sequence = order[torch.arange(self.num_chunks) - (counts.cumsum(0) - counts)[step]]
             first = (starts[sequence] + step * self.chunk_size)[:, None]
@@ -108,16 +132,17 @@ class Layout:
             valid = token < (starts + lengths)[sequence][:, None]
             return torch.where(valid, token, first).flatten(), valid.flatten()
 
+    def collapsible(self, x: Tensor) -> Tensor:
+        """`x [B,T,...]` itself where its first two axes can be viewed as one, else a copy: not one for every block."""
+        return x.reshape(self.batch * self.tokens, *x.shape[2:]).view(x.shape)
+
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Tokens `[B,T,H,D]` (or `[B,T,H]`) as a new tensor over chunk-heads, `[num_chunks * H,C,D]` (or
         `[num_chunks * H,C]`); rows past the end of a sequence are 0."""
         heads, trailing = x.shape[2], x.shape[3:]
         flat = x.reshape(self.batch * self.tokens, heads, *trailing)
-        if self._uniform:
-            rows = flat[: sum(self.lengths)].reshape(
-                self.num_sequences, len(self.counts), self.chunk_size, heads, *trailing
-            )
-            rows = rows.transpose(0, 1).transpose(2, 3)
+        if self._stride is not None:
+            rows = self._view(flat)
         else:
             token, valid = (index.to(x.device) for index in self._index)
             rows = flat.index_select(0, token)
@@ -126,24 +151,24 @@ class Layout:
         chunks = torch.empty(rows.shape, dtype=dtype, device=x.device).copy_(rows)
         return chunks.view(self.num_chunks * heads, self.chunk_size, *trailing)
 
-    def scatter(self, chunks: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """Inverse of `gather`: a new contiguous `[B,T,H,D]` (`[B,T,H]`), 0 for tokens of no sequence."""
-        trailing = chunks.shape[2:]
-        if self._uniform:
-            flat = torch.empty(self.batch * self.tokens, heads, *trailing, dtype=dtype, device=chunks.device)
-            total = sum(self.lengths)
+    def new_tokens(self, *dims: int, like: Tensor) -> Tensor:
+        """Room `[B,T,*dims]` for `scatter`, of the dtype and device of `like`; 0 for tokens of no sequence."""
+        covered = sum(self.lengths) == self.batch * self.tokens
+        return (like.new_empty if covered else like.new_zeros)((self.batch, self.tokens, *dims))
+
+    def scatter(self, chunks: Tensor, tokens: Tensor) -> Tensor:
+        """Inverse of `gather`: write into `tokens [B,T,H,...]`, contiguous and of any dtype, and return it."""
+        heads, trailing = tokens.shape[2], tokens.shape[3:]
+        flat = tokens.view(self.batch * self.tokens, heads, *trailing)
+        if self._stride is not None:
             rows = chunks.view(len(self.counts), self.num_sequences, heads, self.chunk_size, *trailing)
-            flat[:total].view(self.num_sequences, len(self.counts), self.chunk_size, heads, *trailing).copy_(
-                rows.transpose(0, 1).transpose(2, 3)
-            )
-            flat[total:] = 0
+            self._view(flat).copy_(rows)
         else:
             token, valid = (index.to(chunks.device) for index in self._index)
             rows = chunks.view(self.num_chunks, heads, self.chunk_size, *trailing).transpose(1, 2)
-            rows = rows.reshape(self.num_chunks * self.chunk_size, heads, *trailing)[valid].to(dtype)
-            flat = torch.zeros(self.batch * self.tokens, heads, *trailing, dtype=dtype, device=chunks.device)
+            rows = rows.reshape(self.num_chunks * self.chunk_size, heads, *trailing)[valid].to(tokens.dtype)
             flat.index_copy_(0, token[valid], rows)
-        return flat.view(self.batch, self.tokens, heads, *trailing)
+        return tokens
 
     def to_ranks(self, states: Tensor) -> Tensor:
         """Reorder the first axis from sequences to ranks."""

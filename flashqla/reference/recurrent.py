@@ -69,6 +69,6 @@ def recurrent(
         u_t = beta_t * (v_t - k_t @ state)  # eq. 1.2
         state = state + k_t.mT @ u_t  # eq. 1.1
         outputs.append(scale * (q_t @ state).flatten(0, 1))  # eq. 1.3
-    output = layout.scatter(torch.cat(outputs), value_heads, q.dtype)
+    output = layout.scatter(torch.cat(outputs), layout.new_tokens(value_heads, value_dim, like=q))
     final = torch.cat([state, *reversed(finished)])
     return Result(output, layout.write_state(final, state_v_first) if output_final_state else None)

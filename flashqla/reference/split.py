@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashqla.reference.backward import Gradients, adjoint_chain, differentiate, scatter_gradients
+from flashqla.reference.backward import Gradients, adjoint_chain, differentiate, new_gradients
 from flashqla.reference.chunked import Chunks, chunk_form, cut, read_out, state_chain
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 
@@ -100,10 +100,11 @@ def split(
     beta: Tensor,
     scale: float | None,
     state: Tensor,
+    output: Tensor,
     *,
     segment_chunks: int = 8,
     threshold: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     """`chunked` by segments of `segment_chunks` chunks: same arguments, same result.
 
     threshold: None is exact. A negative log decay, e.g. -8.0, cuts the local states short: for each segment and head
@@ -114,11 +115,11 @@ def split(
     segments, scan = segment(layout, segment_chunks)
     chunks = cut(segments, q, k, v, g, beta, scale)
     starts = segment_starts(scan, *segment_maps(segments, chunks, threshold), state)
-    output, ends = read_out(segments, chunks, segments.to_ranks(starts).contiguous())
-    ends = segments.to_sequences(ends)
+    states = segments.to_ranks(starts).contiguous()
+    segments.scatter(read_out(segments, chunks, states), output)
+    ends = segments.to_sequences(states)
     for rows in scan:
         state[: rows.stop - rows.start] = ends[rows]
-    return segments.scatter(output, v.shape[2], q.dtype), state
 
 
 @without_autocast
@@ -159,10 +160,10 @@ def split_backward(
     d_state = layout.read_state(dht, shape, state_v_first, like)
     ends = segment_ends(scan, transition, segments.to_sequences(local), d_state)
 
-    boundaries = (segments.to_ranks(states).contiguous() for states in (starts, ends))
-    gradients, d_starts = differentiate(segments, chunks, d_output, *boundaries, form)
-    d_starts = segments.to_sequences(d_starts)
+    starts, ends = (segments.to_ranks(states).contiguous() for states in (starts, ends))
+    gradients = differentiate(segments, chunks, d_output, starts, ends, form)
+    d_starts = segments.to_sequences(ends)
     for rows in scan[:1]:
         d_state[rows] = d_starts[rows]
     d_initial = None if initial_state is None else layout.write_state(d_state, state_v_first)
-    return Gradients(*scatter_gradients(segments, gradients, q.shape[2], v.shape[2]), d_initial)
+    return Gradients(*map(segments.scatter, gradients, new_gradients(layout, q, v)), d_initial)

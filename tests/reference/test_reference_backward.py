@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import pytest
 import torch
 from cases import case, relative_error
 
-from flashqla.reference import Gradients, backward, recurrent, split_backward
+from flashqla.reference import Gradients, backward, chunked, recurrent, split_backward
 from flashqla.reference.backward import adjoint_chain, adjoint_form
 from flashqla.reference.chunked import cut, state_chain
 from flashqla.reference.layout import Layout
@@ -171,6 +172,26 @@ def test_deterministic_in_float32(function):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("block", [1, 5, 12])
+def test_blocks_change_nothing(monkeypatch, packed, block):
+    """However many chunks are computed at a time, also when the batch axis cannot be folded into a view."""
+    made = case(value_heads=4, packed=packed)
+    if not packed:
+        made.q, made.do = (torch.cat([x, x], dim=1)[:, : x.shape[1]] for x in (made.q, made.do))
+    module = importlib.import_module("flashqla.reference.chunked")  # the package has a function of this name
+
+    def results() -> list[torch.Tensor]:
+        forward = chunked(**made.arguments(), output_final_state=True, chunk_size=16)
+        return [*forward, *by_hand(functools.partial(backward, chunk_size=16), made)]
+
+    monkeypatch.setattr(module, "CPU_BLOCK", 10**6)
+    expected = results()
+    monkeypatch.setattr(module, "CPU_BLOCK", block)
+    assert len(list(module.blocks_of(Layout.of(made.q, made.cu_seqlens, 16), made.v))) > 1
+    for mine, other in zip(results(), expected, strict=True):
+        assert relative_error(mine, other) <= 1e-13
+
+
 def test_unknown_form_is_refused():
     made = case()
     with pytest.raises(ValueError, match=r"form: must be one of .*adjoint.*textbook.*, got 'other'"):
@@ -196,5 +217,5 @@ def test_row_form_of_the_gate_gradient():
     row = (chunks.q * dq).sum(-1) + (chunks.k * dk).sum(-1) - 2 * (chunks.k * written).sum(-1)
     end_states = chunks.carry * starts + chunks.k.mT @ late_corrected
     row[:, -1] += (end_states * ends).sum((1, 2))
-    dg = layout.scatter(row.flip(-1).cumsum(-1).flip(-1), 2, torch.float64)
+    dg = layout.scatter(row.flip(-1).cumsum(-1).flip(-1), torch.empty_like(made.g))
     assert relative_error(dg, gradients.dg) <= 1e-12

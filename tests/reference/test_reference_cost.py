@@ -40,7 +40,8 @@ class Operations(TorchDispatchMode):
 
 
 def test_operations_grow_with_chunks_not_tokens(function):
-    """A dozen small operations per chunk in the state chain, none per token; all else is a fixed number of big ones."""
+    """A dozen small operations per chunk in the state chain, none per token; all else is a fixed number of big ones for
+    each block of 16 chunks."""
 
     def operations(tokens: int) -> int:
         with Operations() as recorder:
@@ -50,7 +51,7 @@ def test_operations_grow_with_chunks_not_tokens(function):
     few, many = operations(1024), operations(4096)
     per_chunk = (many - few) / ((4096 - 1024) // 64)
     print(f"{function.__name__}: {per_chunk} operations per chunk, {few - 16 * per_chunk:.0f} others")
-    assert per_chunk <= 13
+    assert per_chunk <= 30
     assert few - 16 * per_chunk <= 400
 
 
@@ -60,7 +61,7 @@ def test_work_is_linear_in_tokens(function):
             run(function, tokens)
         return counter.get_total_flops()
 
-    first, second, third = work(512), work(1024), work(1536)
+    first, second, third = work(2048), work(3072), work(4096)  # whole blocks
     assert third - second == second - first > 0
 
 
@@ -75,7 +76,8 @@ def test_memory_is_linear_in_tokens(function):
         return max(itertools.accumulate(change for _, change in sorted(changes)))
 
     peak(64)
-    first, second, third = peak(1024), peak(2048), peak(3072)
+    first, second, third = peak(2048), peak(4096), peak(6144)
     assert third - second == pytest.approx(second - first, rel=0.05)
     assert third <= 3.1 * first
-    assert third / 3072 <= 16 * 1024 * 4  # bytes per token here: 4 value heads of at most a few thousand floats each
+    print(f"{function.__name__}: {third / 6144:.0f} bytes per token")
+    assert third / 6144 <= 16 * 1024 * 4  # bytes per token here: 4 value heads of at most a few thousand floats each
