@@ -1,6 +1,7 @@
 """The chunk form with two products per step of the state chain instead of three (derivations, eqs. 4.2 to 4.4).
 
-A shorter chain for more work beside it; `chunked` is the plainer form, and the Hopper kernel takes that in frames (8.1 - 8.7).
+A shorter chain for more work beside it; `chunked` is the plainer form, which the Hopper kernel takes in frames of
+its own (eqs. 8.1 to 8.7).
 """
 
 from __future__ import annotations
