@@ -57,7 +57,7 @@ def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
 def rerun_limit(device: torch.device, dtype: torch.dtype) -> float:
     """How far two calls may be apart that cut the same tokens into other chunks: kernels then round other numbers."""
     if dtype == torch.float64:
-        return 1e-12
+        return 1e-13
     return KERNEL_LIMITS.output if device.type == "cuda" else 1e-3
 
 

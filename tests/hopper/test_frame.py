@@ -1,9 +1,13 @@
 """Eq. 8.1 to 8.7 in float64: the chunk in its own frame equals the reference, whatever the gates."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import flashqla
 from flashqla import reference
 
 C = 64
@@ -70,3 +74,11 @@ def test_frames_equal_the_reference(gates, l2norm):
     expected = reference.recurrent(*heads, scale=0.25, initial_state=state[None, None], output_final_state=True)
     torch.testing.assert_close(output, expected.output[0, :, 0], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(final, expected.final_state[0, 0], rtol=1e-9, atol=1e-11)
+
+
+def test_both_kernels_and_this_file_have_the_same_frame():
+    """`gated_inverse` leaves out the gates of exactly those chunks that `chunk_forward` takes without gates."""
+    folder = Path(flashqla.__file__).parent / "hopper"
+    chain = re.search(r"^FRAME = ([0-9.]+)", (folder / "chunk_forward.py").read_text(), re.MULTILINE)
+    inverse = re.search(r"constexpr float FRAME = ([0-9.]+)f;", (folder / "gated_inverse.cuh").read_text())
+    assert float(chain[1]) == float(inverse[1]) == FRAME
