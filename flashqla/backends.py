@@ -22,7 +22,7 @@ logger = logging.getLogger("flashqla")
 
 FLA_FUNCTIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 NOT_FOR_FLA = (
-    *("chunk_indices", "cp_context", "chunk_size", "plan", "context_parallel", "backend", "cp_group"),
+    *("chunk_indices", "cp_context", "chunk_size", "plan", "context_parallel", "decay_threshold", "backend", "cp_group"),
     *("gk", "gv", "do", "dht"),
 )
 """Fields of a call that flash-linear-attention's functions do not take, or that the call leaves empty."""
@@ -40,10 +40,10 @@ def choose(operands: Operands, options: Options, plan: Plan) -> str:
     reasons = hopper_refusals(operands, options, plan)
     if options.backend == "hopper" and reasons:
         raise NotImplementedError('backend: "hopper" cannot run this call: ' + "; ".join(reasons))
-    if not reasons and options.form == "split":
+    if not reasons and options.form == "split" and not plan.segment_chunks:
         raise NotImplementedError(
-            "context_parallel: must be False or 'auto' with the Hopper kernels, which have no segments yet, got True; "
-            "backend='reference' has them"
+            "context_parallel: must be False or 'auto' with the Hopper kernels where no sequence has two chunks of "
+            f"{plan.chunk_size} tokens to cut between, got True and sequences of at most {plan.max_seqlen} tokens"
         )
     if reasons:
         _log_choice("reference", "; ".join(reasons))
@@ -104,6 +104,7 @@ def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
         "dt_bias": operands.dt_bias,
         "use_beta_sigmoid": options.use_beta_sigmoid,
         "allow_neg_eigval": options.allow_neg_eigval,
+        "decay_threshold": options.decay_threshold,
     }
 
 

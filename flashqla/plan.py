@@ -17,6 +17,9 @@ CHUNK_SIZE = 64
 DEFAULT_SM_COUNT = 132
 """Streaming multiprocessors of an H100 SXM or H200; the default where no GPU is present."""
 
+DECAY_THRESHOLD = -10.0
+"""Log decay over which a segment forgets what came before it (eq. 7.4), unless a call says otherwise."""
+
 COST_PER_CHUNK = {128: 2.0, 64: 1.35}
 """Microseconds a thread block needs per chunk on an H200, by the number of state columns (``block_dv``) it owns."""
 
@@ -59,6 +62,7 @@ class Plan:
         head_dim_k, head_dim_v: K and V.
         sm_count: streaming multiprocessors the plan was made for.
         block_dv: state columns owned by one thread block; ``head_dim_v // block_dv`` blocks share one chain.
+        segment_chunks: chunks of a segment; 0: sequences are not cut.
         num_chunks: chunks of one value head over all sequences; exact when ``lengths`` are known, else an upper bound.
         chunk_size: C.
         lengths: sequence lengths if the host knows them.
@@ -74,6 +78,7 @@ class Plan:
     head_dim_v: int
     sm_count: int
     block_dv: int
+    segment_chunks: int
     num_chunks: int
     chunk_size: int = CHUNK_SIZE
     lengths: tuple[int, ...] | None = None
@@ -88,6 +93,8 @@ class Plan:
         lengths: Sequence[int] | None = None,
         sm_count: int = DEFAULT_SM_COUNT,
         block_dv: int | None = None,
+        context_parallel: bool | str = "auto",
+        segment_chunks: int | None = None,
     ) -> Plan:
         """Make the plan of a call.
 
@@ -135,6 +142,7 @@ class Plan:
             head_dim_v=head_dim_v,
             sm_count=sm_count,
             block_dv=block_dv,
+            segment_chunks=segment_chunks or 0,
             num_chunks=num_chunks,
             lengths=lengths,
             packed=packed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import sys
 from numbers import Real
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .plan import Plan, sequence_lengths
+from .plan import DECAY_THRESHOLD, Plan, sequence_lengths
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "hopper", "fla", "reference")
@@ -71,6 +72,7 @@ class Call(NamedTuple):
     chunk_size: int = 64
     plan: Plan | None = None
     context_parallel: bool | str = "auto"
+    decay_threshold: float | None = DECAY_THRESHOLD
     backend: str = "auto"
     cp_group: Any = None
     gk: Tensor | None = None
@@ -297,6 +299,13 @@ def _find_option_problems(call: Call) -> list[Problem]:
     if not isinstance(call.context_parallel, (bool, str)) or call.context_parallel not in ("auto", True, False):
         text = f'context_parallel: must be "auto", True or False, got {call.context_parallel!r}'
         problems.append((ValueError, text))
+    if call.decay_threshold is not None:
+        if isinstance(call.decay_threshold, bool) or not isinstance(call.decay_threshold, (int, float)):
+            text = f"decay_threshold: must be a number or None, got {type(call.decay_threshold).__name__}"
+            problems.append((TypeError, text))
+        elif not -math.inf < call.decay_threshold < 0:
+            text = f"decay_threshold: must be a negative log decay or None, got {call.decay_threshold}"
+            problems.append((ValueError, text))
     for name, reason in RESERVED.items():
         if getattr(call, name) is not None:
             problems.append(
@@ -323,6 +332,9 @@ def _find_sequence_problems(call: Call) -> list[Problem]:
     if problems or not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (call.q, call.v)):
         return problems
     if call.plan is not None:
+        if call.context_parallel is False and call.plan.segment_chunks:
+            text = f"was made with segments of {call.plan.segment_chunks} chunks, this call has context_parallel = False"
+            problems.append((ValueError, f"plan: {text}"))
         shape = None if call.cu_seqlens is None else call.cu_seqlens.shape
         problems += [(ValueError, f"plan: {text}") for text in call.plan.mismatches(call.q.shape, call.v.shape, shape)]
     if not problems:

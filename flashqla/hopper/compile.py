@@ -102,6 +102,10 @@ class Variant:
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
+        if self.kernel == "segment_states":
+            return Budget(threads=256, ctas_per_sm=2)
+        if self.kernel == "segment_scan":
+            return Budget(threads=160)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
@@ -119,6 +123,10 @@ def _table() -> Iterable[Variant]:
     for dtype, (k, v, block) in itertools.product(DTYPES, head_dims_and_block):
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "block_dv": block}
         yield Variant("chunk_forward", tuple(options.items()))
+    for dtype, k, v in itertools.product(DTYPES, (128, 64), (128, 64)):
+        yield Variant("segment_states", (("dtype", dtype), ("head_dim_k", k), ("head_dim_v", v)))
+    for k, v in itertools.product((128, 64), repeat=2):
+        yield Variant("segment_scan", (("head_dim_k", k), ("head_dim_v", v)))
     gate_dtypes = ("float32", "bfloat16")
     for dtype, k, heads, g, beta in itertools.product(DTYPES, (128, 64), (4, 2, 1), gate_dtypes, gate_dtypes):
         options = {"dtype": dtype, "head_dim": k, "heads": heads, "gate_dtype": g, "beta_dtype": beta}
@@ -142,7 +150,11 @@ def find_variant(kernel: str, **options: Any) -> Variant:
 def select(dtypes: Sequence[str] | None = None, all_variants: bool = False) -> list[Variant]:
     """The variants that `warmup` compiles: the common ones in bfloat16, unless told other dtypes, or all."""
     dtypes = dtypes or (DTYPES if all_variants else DTYPES[:1])
-    return [variant for variant in VARIANTS if variant["dtype"] in dtypes and (all_variants or variant.common)]
+    return [
+        variant
+        for variant in VARIANTS
+        if dict(variant.options).get("dtype", dtypes[0]) in dtypes and (all_variants or variant.common)
+    ]
 
 
 # ---- the compiler and the cache

@@ -1,4 +1,4 @@
-"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels."""
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or four with segments."""
 
 import functools
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ..plan import Plan
 from . import chunk_forward, gated_inverse
 from .compile import kernel
+from .segments import Segments, segment_ends
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
@@ -49,11 +50,13 @@ def forward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
+    decay_threshold: float | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
-    Two launches on the current stream; nothing waits for the device, nothing is read back from it.
+    Two launches on the current stream, four if the plan has segments; nothing waits for the device, nothing is read
+    back from it.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -89,7 +92,7 @@ def forward(
         + gated_inverse.GATED * (q.dtype == torch.float16)
     )
     with torch.cuda.device(q.device):
-        kernel("gated_inverse", dtype=_name(q), gate_dtype=_name(g), head_dim=K, heads=heads, beta_dtype=_name(beta))(
+        kernel("gated_inverse", dtype=dtype_name(q), gate_dtype=dtype_name(g), head_dim=K, heads=heads, beta_dtype=dtype_name(beta))(
             k,
             g,
             beta,
@@ -101,7 +104,11 @@ def forward(
             flags,
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
-        kernel("chunk_forward", dtype=_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
+        if plan.segment_chunks:
+            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, decay_threshold)
+        else:
+            segments = Segments.none(N, HV, K, V, q.device)
+        kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
             q,
             k,
             v,
@@ -110,8 +117,11 @@ def forward(
             offsets,
             no_state if initial is None else initial,
             final,
+            segments.states,
             o.view(B * T, HV, V),
             float(scale),
+            segments.chunks,
+            segments.count,
             int(initial is not None),
             int(output_final_state),
             int(use_qk_l2norm),
@@ -119,7 +129,7 @@ def forward(
     return o, final_state
 
 
-def _name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
