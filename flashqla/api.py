@@ -84,7 +84,8 @@ def chunk_gated_delta_rule(
             plan decide; True insists, and raises where there is nothing to cut.
         decay_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
             below ``exp(decay_threshold)`` times what was forgotten, as long as ``beta |k|^2 <= 2`` (eq. 7.4; keys of
-            norm 1 and beta up to 2). Heads that decay less are exact. None: all are, whatever the keys. The reference is always exact.
+            norm 1 and beta up to 2). Heads that decay less are exact. None: all are, whatever the keys. The reference
+            is always exact.
         backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
             and "fla" (the Triton kernels of flash-linear-attention) insist.
 

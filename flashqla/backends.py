@@ -22,7 +22,16 @@ logger = logging.getLogger("flashqla")
 
 FLA_FUNCTIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 NOT_FOR_FLA = (
-    *("chunk_indices", "cp_context", "chunk_size", "plan", "context_parallel", "decay_threshold", "backend", "cp_group"),
+    *(
+        "chunk_indices",
+        "cp_context",
+        "chunk_size",
+        "plan",
+        "context_parallel",
+        "decay_threshold",
+        "backend",
+        "cp_group",
+    ),
     *("gk", "gv", "do", "dht"),
 )
 """Fields of a call that flash-linear-attention's functions do not take, or that the call leaves empty."""

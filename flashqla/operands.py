@@ -87,9 +87,7 @@ def make_plan(operands: Operands, options: Options) -> Plan:
 
 
 @functools.lru_cache(maxsize=512)
-def _plan_of(
-    q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv, context_parallel, segment_chunks
-) -> Plan:
+def _plan_of(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv, context_parallel, segment_chunks) -> Plan:
     """Plans are values: calls of the same shapes share one."""
     return Plan.build(
         q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv, context_parallel, segment_chunks

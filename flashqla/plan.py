@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .costs import Cut, Estimate, Work, candidates, coefficients, estimate, output_blocks, schedule
 
 CHUNK_SIZE = 64
 """Tokens per chunk (C)."""
@@ -20,8 +23,11 @@ DEFAULT_SM_COUNT = 132
 DECAY_THRESHOLD = -10.0
 """Log decay over which a segment forgets what came before it (eq. 7.4), unless a call says otherwise."""
 
-COST_PER_CHUNK = {128: 2.0, 64: 1.35}
-"""Microseconds a thread block needs per chunk on an H200, by the number of state columns (``block_dv``) it owns."""
+ALTERNATIVES = 4
+"""Other cuts that `Plan.explain` names, besides that of whole sequences."""
+
+WORTH_IT = 0.97
+"""Segments must be expected to save this much before sequences are cut; the model is not exact."""
 
 
 def sequence_lengths(offsets: Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -105,10 +111,14 @@ class Plan:
             lengths: the N lengths of packed sequences, when the host knows them; makes the plan exact.
             sm_count: streaming multiprocessors of the device.
             block_dv: fixes the split of d_v instead of choosing the cheapest.
+            context_parallel: "auto" cuts sequences into segments where that is expected to pay; True wherever a
+                sequence has two chunks, False nowhere.
+            segment_chunks: fixes the length of a segment instead of choosing the cheapest; 0: no segments.
 
         Raises:
             ValueError: when a shape is not one of a call, ``lengths`` do not fit the shapes, ``block_dv`` does not
-                divide V, or there is no multiprocessor.
+                divide V, ``segment_chunks`` is negative or contradicts ``context_parallel``, or there is no
+                multiprocessor.
         """
         q_shape, v_shape = _check_shape("q_shape", q_shape), _check_shape("v_shape", v_shape)
         batch, tokens, num_heads, head_dim_k = q_shape
@@ -127,12 +137,14 @@ class Plan:
         else:
             num_sequences, max_seqlen = batch, tokens
             num_chunks = batch * _chunks(tokens)
-        if block_dv is None:
-            costs = split_costs(num_sequences * num_value_heads, head_dim_v, sm_count)
-            block_dv = min(costs, key=costs.get, default=head_dim_v)
-        elif block_dv < 1 or head_dim_v % block_dv:
+        if block_dv is not None and (block_dv < 1 or head_dim_v % block_dv):
             raise ValueError(f"block_dv: must divide V = {head_dim_v}, got {block_dv}")
-        return cls(
+        if context_parallel not in ("auto", True, False):
+            raise ValueError(f'context_parallel: must be "auto", True or False, got {context_parallel!r}')
+        if segment_chunks is not None and (segment_chunks < 0 or (context_parallel is False and segment_chunks)):
+            most = 0 if context_parallel is False else "not negative"
+            raise ValueError(f"segment_chunks: must be {most}, got {segment_chunks}")
+        plan = cls(
             num_sequences=num_sequences,
             num_tokens=batch * tokens,
             max_seqlen=max_seqlen,
@@ -141,12 +153,32 @@ class Plan:
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
             sm_count=sm_count,
-            block_dv=block_dv,
+            block_dv=block_dv or head_dim_v,
             segment_chunks=segment_chunks or 0,
             num_chunks=num_chunks,
             lengths=lengths,
             packed=packed,
         )
+        if block_dv is None or segment_chunks is None:
+            fixed = Cut(block_dv, 0 if context_parallel is False else segment_chunks)
+            cut = plan._cheapest(fixed, context_parallel is True)
+            plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
+        return plan
+
+    def _cheapest(self, fixed: Cut, must_cut: bool) -> Cut:
+        """The cut of the least expected time among those that leave what is fixed (not None) as it is."""
+        if fixed.segment_chunks is None:
+            cuts = [cut for cut in self.costs() if fixed.block_dv in (None, cut.block_dv)]
+        else:
+            blocks = (128, 64) if fixed.block_dv is None else (fixed.block_dv,)
+            cuts = [Cut(columns, fixed.segment_chunks) for columns in blocks if self.head_dim_v % columns == 0]
+        costs = {cut: self.cost(cut) for cut in cuts if not (must_cut and not cut.segment_chunks)}
+        best = min(costs, key=costs.get, default=Cut(fixed.block_dv or self.head_dim_v, fixed.segment_chunks or 0))
+        whole = [cut for cut in costs if not cut.segment_chunks]
+        if best.segment_chunks and whole:
+            simplest = min(whole, key=costs.get)
+            best = best if costs[best] < WORTH_IT * costs[simplest] else simplest
+        return best
 
     @property
     def chains(self) -> int:
@@ -155,14 +187,52 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks: every chain is shared by ``V / block_dv`` of them."""
-        return self.chains * self.head_dim_v // self.block_dv
+        """Thread blocks of the output: every segment of a chain is shared by ``V / block_dv`` of them. Without known
+        lengths a bound."""
+        return self.num_segments * self.num_value_heads * self.head_dim_v // self.block_dv
+
+    @property
+    def num_segments(self) -> int:
+        """Segments over all sequences, a whole sequence being one. Without known lengths a bound."""
+        if not self.segment_chunks:
+            return self.num_sequences
+        if self.packed and self.lengths is None:
+            return self.num_sequences + self.num_tokens // (self.segment_chunks * self.chunk_size)
+        return sum(count * max(1, _ceil_divide(chunks, self.segment_chunks)) for chunks, count in self._works()[0][0])
+
+    def _works(self) -> list[Work]:
+        """What the call may be: one, or where only the device knows the lengths, equal ones and a single long one."""
+        n = self.num_sequences
+        if self.lengths is not None:
+            cases = [[(_chunks(length), 1) for length in self.lengths]]
+        elif not self.packed or n < 2:
+            cases = [[(_chunks(self.max_seqlen), n)]]
+        else:
+            total = _chunks(self.num_tokens)
+            cases = [[(_ceil_divide(total, n), n)], [(max(total - n + 1, 1), 1), (1, n - 1)]]
+        heads = (self.num_heads, self.num_value_heads, self.head_dim_k, self.head_dim_v)
+        return [Work(_runs(case), *heads) for case in cases]
+
+    def estimates(self, cut: Cut | None = None) -> list[Estimate]:
+        """Expected times of the kernels with this cut (default: the plan's), for each thing that the call may be."""
+        cut = cut or Cut(self.block_dv, self.segment_chunks)
+        return [estimate(work, cut, self.sm_count) for work in self._works()]
+
+    def cost(self, cut: Cut | None = None) -> float:
+        """Expected microseconds of a call with this cut (default: the plan's)."""
+        estimates = self.estimates(cut)
+        return sum(each.total for each in estimates) / len(estimates)
+
+    def costs(self) -> dict[Cut, float]:
+        """Expected microseconds of every cut that was compared."""
+        longest = max(self._works(), key=lambda work: work.longest)
+        return {cut: self.cost(cut) for cut in candidates(longest)} if self.chains else {}
 
     def mismatches(
         self, q_shape: Sequence[int], v_shape: Sequence[int], cu_seqlens_shape: Sequence[int] | None = None
     ) -> list[str]:
         """What keeps this plan from serving a call of these shapes; empty when it fits."""
-        other = Plan.build(q_shape, v_shape, cu_seqlens_shape, sm_count=self.sm_count)
+        other = Plan.build(q_shape, v_shape, cu_seqlens_shape, block_dv=int(v_shape[3]) or 1, segment_chunks=0)
         names = ["packed", "num_sequences", "num_tokens", "num_heads", "num_value_heads", "head_dim_k", "head_dim_v"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [
@@ -185,28 +255,60 @@ class Plan:
             f"{self.num_heads} query/key heads with K = {self.head_dim_k}, "
             f"{self.num_value_heads} value heads with V = {self.head_dim_v}",
             f"{self.num_chunks} chunks of {self.chunk_size} tokens a value head, {self.chains} independent chains",
-            f"{self.blocks} thread blocks of {self.block_dv} state columns on {self.sm_count} SMs",
+            f"{self.num_segments} segments"
+            + (f" of at most {self.segment_chunks} chunks" if self.segment_chunks else ", each a whole sequence")
+            + f", {self.blocks} thread blocks of {self.block_dv} state columns on {self.sm_count} SMs",
         ]
-        costs = split_costs(self.chains, self.head_dim_v, self.sm_count)
+        costs = self.costs()
         if not costs:
-            lines.append(f"V = {self.head_dim_v} is not a multiple of 64: no split of d_v to choose from")
-        for columns, cost in costs.items():
-            verdict = "chosen" if columns == self.block_dv else "alternative"
-            waves = _ceil_divide(self.chains * self.head_dim_v // columns, self.sm_count)
-            lines.append(
-                f"  {columns} columns a block: {waves} waves x {COST_PER_CHUNK[columns]} = {cost:.2f} ({verdict})"
-            )
+            return "\n".join(lines)
+        mine = Cut(self.block_dv, self.segment_chunks)
+        lines.append(f"expected: {' or '.join(map(str, self.estimates()))}; with other cuts:")
+        best = {}  # of each length of a segment, its best split of d_v
+        for cut, cost in costs.items():
+            if cut != mine and cost < best.get(cut.segment_chunks, (cost + 1,))[0]:
+                best[cut.segment_chunks] = (cost, cut)
+        for cost, cut in sorted(best.values())[:ALTERNATIVES]:
+            lines.append(f"  {cost:.0f} us  {_describe(cut)}")
+        if 0 in best and best[0] not in sorted(best.values())[:ALTERNATIVES]:
+            lines.append(f"  {best[0][0]:.0f} us  {_describe(best[0][1])}")
         return "\n".join(lines)
 
+    def plot(self, axes: Any = None) -> Any:
+        """The expected schedule: a row for each SM, a bar for each thread block of the output, the kernels before it as
+        bands over all SMs. Draws on matplotlib axes, new ones by default, and returns them."""
+        from matplotlib import pyplot
 
-def split_costs(chains: int, head_dim_v: int, sm_count: int) -> dict[int, float]:
-    """Relative cost of one chunk step for every possible ``block_dv``: waves over the SMs times the time a block
-    needs."""
-    return {
-        columns: _ceil_divide(chains * head_dim_v // columns, sm_count) * cost
-        for columns, cost in COST_PER_CHUNK.items()
-        if head_dim_v % columns == 0
-    }
+        axes = pyplot.subplots(figsize=(8, 4))[1] if axes is None else axes
+        work, times = self._works()[0], self.estimates()[0]
+        start, gap = 0.0, times.launches / (3 if self.segment_chunks else 1)
+        for name in ("inverse", "states", "scan"):
+            duration = getattr(times, name)
+            if duration:
+                axes.barh(self.sm_count / 2, duration, left=start, height=self.sm_count, alpha=0.3, label=name)
+                start += duration + gap
+        output = coefficients()["output"][str(self.block_dv)]
+        blocks = list(output_blocks(work, Cut(self.block_dv, self.segment_chunks)))
+        chunk = output["chunk"] + output["busy"] * min(sum(count for _, count in blocks) / self.sm_count, 1)
+        bars = list(schedule([(output["start"] + chunk * chunks, count) for chunks, count in blocks], self.sm_count))
+        rows, starts, ends = zip(*bars, strict=True) if bars else ((), (), ())
+        widths = [end - begin for begin, end in zip(starts, ends, strict=True)]
+        lefts = [start + begin for begin in starts]
+        axes.barh(rows, widths, left=lefts, height=0.9, edgecolor="white", linewidth=0.3, label="output", align="edge")
+        axes.set(xlabel="microseconds", ylabel="SM", ylim=(0, self.sm_count), title=f"expected: {self.cost():.0f} us")
+        axes.legend(loc="lower right")
+        return axes
+
+
+def _describe(cut: Cut) -> str:
+    cut_or_not = f"segments of {cut.segment_chunks} chunks" if cut.segment_chunks else "whole sequences"
+    return f"{cut_or_not}, {cut.block_dv} columns a block"
+
+
+def _runs(sequences: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbours of the same number of chunks joined; those without a chunk left out."""
+    groups = itertools.groupby((pair for pair in sequences if pair[0] and pair[1]), key=lambda pair: pair[0])
+    return tuple((chunks, sum(count for _, count in group)) for chunks, group in groups)
 
 
 def _chunks(length: int) -> int:

@@ -333,7 +333,9 @@ def _find_sequence_problems(call: Call) -> list[Problem]:
         return problems
     if call.plan is not None:
         if call.context_parallel is False and call.plan.segment_chunks:
-            text = f"was made with segments of {call.plan.segment_chunks} chunks, this call has context_parallel = False"
+            text = (
+                f"was made with segments of {call.plan.segment_chunks} chunks, this call has context_parallel = False"
+            )
             problems.append((ValueError, f"plan: {text}"))
         shape = None if call.cu_seqlens is None else call.cu_seqlens.shape
         problems += [(ValueError, f"plan: {text}") for text in call.plan.mismatches(call.q.shape, call.v.shape, shape)]

@@ -7,7 +7,7 @@ Inputs
     gates        [slots, HV, 2, 64]    fp32: log2 decay summed over the chunk (G), log2 key scale (r)
     cu_seqlens   [N + 1]               int32, on the device
     initial      [N, HV, K, V]         fp32, any strides; read if `has_initial`
-    states       [segments, HV, V, K]  fp32: the end states of segments (segment_scan.py), by their numbers (segments.cuh)
+    states       [segments, HV, V, K]  fp32: the end states of segments (segment_scan.py), numbered as segments.cuh says
     segment_chunks, num_items          int32: chunks of a segment, and how many segments the grid has room for;
                                        NO_SEGMENTS and N where every sequence is a single one
     scale        fp32;  has_initial, has_final, l2norm   int32, run-time switches
@@ -20,8 +20,8 @@ Definition
         W = f V - K S,   U = A W,   O = c exp(G) scale (Q S + Tril(Q K^T) U),   S' = S + K^T U,   c' = exp(G_C) c.
     c and 1 / exp(G) stay within 2^+-FRAME: a chunk that would leave it is `special` and takes eq. 8.7, gates and all.
 
-Grid: num_items * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in L2.
-A CTA has a segment of a sequence (eq. 7.1), which starts from the end state of the one before.
+Grid: num_items * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in
+L2. A CTA has a segment of a sequence (eq. 7.1), which starts from the end state of the one before.
 Warpgroups, and what they wait for
     chain (BV / 64)  keeps S^T, 64 rows each, in registers as the A operand of every wgmma; per chunk K S, A W, Q S,
                      K^T U, P U, and the output rounded, transposed by stmatrix. Waits: `full` (tiles), `scores_full`,

@@ -92,7 +92,8 @@ def forward(
         + gated_inverse.GATED * (q.dtype == torch.float16)
     )
     with torch.cuda.device(q.device):
-        kernel("gated_inverse", dtype=dtype_name(q), gate_dtype=dtype_name(g), head_dim=K, heads=heads, beta_dtype=dtype_name(beta))(
+        dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
+        kernel("gated_inverse", head_dim=K, heads=heads, **dtypes)(
             k,
             g,
             beta,

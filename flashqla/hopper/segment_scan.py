@@ -6,7 +6,7 @@ Inputs, by the number of the segment (segments.cuh)
     cu_seqlens   [N + 1]                   int32, on the device
     segment_chunks   int32: chunks of a segment
 In and out
-    states       [segments, HV, V, K]      fp32, transposed: N, which becomes S_end; of all but a sequence's last segment
+    states       [segments, HV, V, K]      fp32, transposed: N, becomes S_end; of all but a sequence's last segment
 Definition
     S_end = N + gamma S_start + (M - gamma I) S_start, S_start = S_end of the segment before (eq. 7.3). S and the matrix
     are split into two bf16 each, of which three products are taken: what is lost is 2^-16 of the change.

@@ -10,11 +10,11 @@ Inputs
     threshold    fp32: log2 decay below which what came before is forgotten; -inf: never
     segment_chunks, num_items, has_initial   int32: chunks of a segment; how many segments there may be
 Outputs, by the number of the segment (segments.cuh); not written for the last segment of a sequence
-    states       [segments, HV, V, K]      fp32, transposed: the end state N reached from 0; of a sequence's first segment
-                                           the true one, from `initial`
+    states       [segments, HV, V, K]      fp32, transposed: the end state N reached from 0; of a sequence's first
+                                           segment the true one, from `initial`
     transitions  [segments, HV, 2, K, K]   bf16: M - gamma I transposed, as the sum of two; written where decays > 0
-    decays       [segments, HV]            fp32: gamma, the decay of the whole segment; 0 where M does not count, because
-                                           the segment is a sequence's first or its decay is below the threshold
+    decays       [segments, HV]            fp32: gamma, the decay of the whole segment; 0 where M does not count: in a
+                                           sequence's first segment, and where the decay is below the threshold
 Definition
     Eq. 7.1: S_end = M S_start + N, by the chain of eq. 8.1 to 8.7 without outputs. Columns of M are columns of a state
     that starts at I and gets no values. Decay below the threshold: only the last chunks that eq. 7.4 asks for are
@@ -140,7 +140,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             f = T.alloc_fragment((C,), f32)
             special = T.alloc_local((1,), f32)
             decay = T.alloc_local((1,), f32)
-            high = T.alloc_local((1,), "bfloat16")
             total = T.alloc_local((1,), f32)  # log2 decay of the segment
             G = T.alloc_local((2,), f32)
             log_r = T.alloc_local((2,), f32)
@@ -153,7 +152,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             full = T.alloc_barrier(arrive_count=[64] * ST)
             free = T.alloc_barrier(arrive_count=[4 * LANES] * ST)
             T.annotate_layout(
-                {V: transposed(BV, C)} | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared)}
+                {V: transposed(BV, C)}
+                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared)}
             )
 
             thread = T.get_thread_binding()

@@ -59,7 +59,7 @@ def segment_ends(
         segment_chunks: chunks of a segment.
         threshold: log decay below which the past is forgotten (eq. 7.4); None: never.
     """
-    T, H, K = k.shape
+    T, _, K = k.shape
     HV, V = v.shape[1:]
     N = cu_seqlens.numel() - 1
     count = num_segments(T, N, segment_chunks)
