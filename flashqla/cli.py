@@ -1,4 +1,4 @@
-"""The command line: python -m flashqla demo | doctor | selftest | bench | warmup.
+"""The command line: python -m flashqla demo | doctor | selftest | bench | calibrate | warmup.
 
 Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
 stderr says why), 130 interrupted.
@@ -81,6 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
     )
     bench.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+
+    calibrate = command("calibrate", "flashqla.calibrate", "Measure what the plan's cost model needs, on this GPU.")
+    calibrate.add_argument("--json", metavar="FILE", help="write it here; flashqla/costs.json is what plans read")
 
     says = "Compile the kernels into the cache that the library uses; needs no GPU."
     warmup = commands.add_parser("warmup", help=says, description=says)

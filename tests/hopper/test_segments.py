@@ -1,0 +1,153 @@
+"""Segments as the kernels number and join them, on the CPU: segments.cuh compiled for the host, and the rounding of the
+scan simulated."""
+
+import ctypes
+import itertools
+import math
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashqla
+from flashqla.reference.layout import Layout
+from flashqla.reference.split import segment
+
+C = 64
+SOURCE = Path(flashqla.__file__).parent / "hopper" / "segments.cuh"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+HOST = """
+#define __device__
+#define __forceinline__ inline
+static struct { unsigned x; } threadIdx;
+static float __shfl_up_sync(unsigned, float x, int) { return x; }
+static float __shfl_sync(unsigned, float x, int) { return x; }
+static unsigned __ballot_sync(unsigned, bool x) { return x; }
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
+#include "%s"
+extern "C" int owner(const int* cu_seqlens, int n, int span, int extra) {
+  return segments::owner(cu_seqlens, n, span, extra);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory):
+    """`segments::owner`, the device routine."""
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("segments")
+    (folder / "host.cpp").write_text(HOST % SOURCE)
+    library = folder / "host.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", folder / "host.cpp", "-o", library], check=True)
+    function = ctypes.CDLL(library).owner
+
+    def call(offsets, span, extra):
+        array = (ctypes.c_int * len(offsets))(*offsets)
+        return function(array, len(offsets) - 1, span, extra)
+
+    return call
+
+
+def segments_of_items(owner, lengths, segment_chunks, padding):
+    """What each thread block of the kernels makes of its number: {number: (sequence, segment, first token, tokens)}."""
+    offsets = [0, *itertools.accumulate(lengths)]
+    n, span = len(lengths), segment_chunks * C
+    found = {}
+    for item in range(n + (offsets[-1] + padding) // span):
+        sequence, index = item, 0
+        if item >= n:
+            sequence = owner(offsets, span, item - n)
+            index = item - n - offsets[sequence] // span + 1
+        left = offsets[sequence + 1] - offsets[sequence] - index * span
+        if index == 0 or left > 0:
+            found[item] = (sequence, index, offsets[sequence] + index * span, min(left, span))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_segment_has_one_number(owner, seed):
+    draw = random.Random(seed)
+    sizes = [0, 1, 63, 64, 65, 200, 1000, 5000]
+    lengths = [draw.choice(sizes) for _ in range(draw.randrange(1, 60))]
+    segment_chunks, padding = draw.choice([1, 2, 3, 8]), draw.randrange(300)
+    found = segments_of_items(owner, lengths, segment_chunks, padding)
+    starts = [0, *itertools.accumulate(lengths)][:-1]
+    layout = Layout.build(1, sum(lengths) + padding, C, starts, lengths)
+    expected, _ = segment(layout, segment_chunks)
+    mine = sorted((start, tokens) for _, _, start, tokens in found.values() if tokens)
+    assert mine == sorted(zip(expected.starts, expected.lengths, strict=True))
+    by_place = {(sequence, index): item for item, (sequence, index, _, _) in found.items()}
+    assert len(by_place) == len(found)
+    for (sequence, index), item in by_place.items():
+        before = sequence if index == 1 else item - 1  # as chunk_forward and segment_scan look it up
+        assert index == 0 or by_place[sequence, index - 1] == before
+
+
+def test_host_bound_is_the_kernels_grid():
+    pytest.importorskip("tilelang")
+    from flashqla.hopper.segments import num_segments
+
+    for tokens, sequences, chunks in ((0, 1, 1), (63, 2, 1), (64, 1, 1), (5000, 3, 8)):
+        assert num_segments(tokens, sequences, chunks) == sequences + tokens // (chunks * C)
+
+
+# ---- rounding
+
+
+def rounded(x):
+    return x.bfloat16().float()
+
+
+def chain(k, v, inverse, state, exact):
+    """One head without gates through the chunk form, with the roundings of the kernels (bf16 operands) or in float64."""
+    dtype, cast = (torch.float64, lambda x: x) if exact else (torch.float32, rounded)
+    state = state.to(dtype)
+    for K, V, A in zip(k.to(dtype).split(C), v.to(dtype).split(C), inverse.to(dtype), strict=True):
+        W = V - K @ cast(state)
+        state = state + K.T @ cast(cast(A) @ cast(W))
+    return state
+
+
+def in_segments(k, v, inverse, state, segments):
+    """`chain` with the local states, transitions and the scan of the kernels between."""
+    cuts = zip(*(x.chunk(segments) for x in (k, v, inverse)), strict=True)
+    for i, (K, V, A) in enumerate(cuts):
+        if i in (0, segments - 1):
+            state = chain(K, V, A, state, False)
+            continue
+        local = chain(K, V, A, torch.zeros_like(state), False)
+        change = chain(K, torch.zeros_like(V), A, torch.eye(len(state)), False) - torch.eye(len(state))
+        high, change_high = rounded(state), rounded(change)
+        low, change_low = rounded(state - high), rounded(change - change_high)
+        state = local + state + (change_low @ high + change_high @ low + change_high @ high)
+    return state
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.02], ids=["overwritten", "kept"])
+@pytest.mark.parametrize("correlated", [False, True])
+def test_segments_add_no_error(strength, correlated):
+    """A head that does not decay keeps every rounding of its state: more segments must not add to it."""
+    torch.manual_seed(7)
+    T, D = 64 * C, 64
+    k, v = torch.randn(T, D, dtype=torch.float64), torch.randn(T, D, dtype=torch.float64)
+    if correlated:
+        k = k + 3 * math.sqrt(D) * F.normalize(torch.randn(D, dtype=torch.float64), dim=0)
+    k, v = (rounded(x).double() for x in (F.normalize(k, dim=-1), v))
+    beta = strength * torch.sigmoid(torch.randn(T, dtype=torch.float64) + 4 * correlated)
+    chunks = zip(k.split(C), beta.split(C), strict=True)
+    eye = torch.eye(C, dtype=torch.float64)
+    inverse = torch.stack([torch.linalg.inv(eye + (b[:, None] * (K @ K.T)).tril(-1)) * b for K, b in chunks])
+    state = torch.randn(D, D, dtype=torch.float64)
+    exact = chain(k, v, inverse, state, True)
+
+    def error(result):
+        return float((result.double() - exact).norm() / exact.norm())
+
+    whole = error(chain(k, v, inverse, state, False))
+    for segments in (4, 8, 16, 32):
+        assert error(in_segments(k, v, inverse, state.float(), segments)) < 1.1 * whole
