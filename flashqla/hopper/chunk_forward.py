@@ -250,6 +250,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             length = T.alloc_var(i32)  # from here to the end of the sequence
             n = T.alloc_var(i32)
             slot = T.alloc_var(i32)
+            T.pdl_sync()  # what follows reads what the kernels before have written
             item = T.truncdiv(block, HV * blocks)
             i_h = T.truncdiv(block - item * (HV * blocks), blocks)
             v_start = (block - item * (HV * blocks) - i_h * blocks) * BV

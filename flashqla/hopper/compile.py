@@ -49,13 +49,14 @@ class Budget:
     """What one variant may use of an SM: what lets `ctas_per_sm` CTAs of `threads` threads share it.
 
     The main loop may not spill at all. `spill_bytes` (of stores, and as many of loads) are allowed elsewhere, and
-    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas.
+    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas. `wgmma`: it must have some.
     """
 
     threads: int
     ctas_per_sm: int = 1
     spill_bytes: int = 0
     side_loop_spills: int = 0
+    wgmma: bool = True
 
     @property
     def registers(self) -> int:
@@ -106,6 +107,8 @@ class Variant:
             return Budget(threads=256, ctas_per_sm=2)
         if self.kernel == "segment_scan":
             return Budget(threads=160)
+        if self.kernel == "segment_order":
+            return Budget(threads=512, wgmma=False)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
@@ -127,6 +130,7 @@ def _table() -> Iterable[Variant]:
         yield Variant("segment_states", (("dtype", dtype), ("head_dim_k", k), ("head_dim_v", v)))
     for k, v in itertools.product((128, 64), repeat=2):
         yield Variant("segment_scan", (("head_dim_k", k), ("head_dim_v", v)))
+    yield Variant("segment_order", ())
     gate_dtypes = ("float32", "bfloat16")
     for dtype, k, heads, g, beta in itertools.product(DTYPES, (128, 64), (4, 2, 1), gate_dtypes, gate_dtypes):
         options = {"dtype": dtype, "head_dim": k, "heads": heads, "gate_dtype": g, "beta_dtype": beta}

@@ -164,6 +164,7 @@ def build(dtype: str, gate_dtype: str, head_dim: int, heads: int, beta_dtype: st
     ):
         with T.Kernel(num_ctas, threads=THREADS):
             T.import_source(SOURCE)
+            T.pdl_trigger()  # the next kernel may take the SMs that this one leaves
             T.annotate_min_blocks_per_sm(ctas_per_sm(head_dim, heads))
             k_shared = T.alloc_shared((CHUNKS * PANELS * C, C), dtype)
             tile_shared = T.alloc_shared((TILES * C, C), dtype)

@@ -1,4 +1,4 @@
-"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or four with segments."""
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or five with segments."""
 
 import functools
 
@@ -55,7 +55,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
-    Two launches on the current stream, four if the plan has segments; nothing waits for the device, nothing is read
+    Two launches on the current stream, five if the plan has segments; nothing waits for the device, nothing is read
     back from it.
     """
     B, T, H, K = q.shape

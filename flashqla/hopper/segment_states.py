@@ -7,20 +7,20 @@ Inputs
     gates        [slots, HV, 2, 64]    fp32: log2 decay summed over the chunk (G), log2 key scale (r)
     cu_seqlens   [N + 1]               int32, on the device
     initial      [N, HV, K, V]         fp32, any strides; read if `has_initial`
-    threshold    fp32: log2 decay below which what came before is forgotten; -inf: never
-    segment_chunks, num_items, has_initial   int32: chunks of a segment; how many segments there may be
+    needed       [segments, HV]        int32, and
+    decays       [segments, HV]        fp32, and
+    order        [segments * HV]       int32: of `segment_order`
+    segment_chunks, has_initial        int32: chunks of a segment
 Outputs, by the number of the segment (segments.cuh); not written for the last segment of a sequence
     states       [segments, HV, V, K]      fp32, transposed: the end state N reached from 0; of a sequence's first
                                            segment the true one, from `initial`
-    transitions  [segments, HV, 2, K, K]   bf16: M - gamma I transposed, as the sum of two; written where decays > 0
-    decays       [segments, HV]            fp32: gamma, the decay of the whole segment; 0 where M does not count: in a
-                                           sequence's first segment, and where the decay is below the threshold
+    transitions  [segments, HV, K, K]      fp16: M - gamma I transposed; written where decays > 0
 Definition
     Eq. 7.1: S_end = M S_start + N, by the chain of eq. 8.1 to 8.7 without outputs. Columns of M are columns of a state
-    that starts at I and gets no values. Decay below the threshold: only the last chunks that eq. 7.4 asks for are
-    walked, from 0, and M is dropped.
+    that starts at I and gets no values. Where fewer chunks than all are needed (eq. 7.4) these are walked, from 0, and
+    M is dropped.
 
-Grid: num_items * HV * (V + K) / 64 CTAs; the 64-column blocks of N, then those of M, side by side.
+Grid: segments * HV * (V + K) / 64 CTAs in `order`; the 64-column blocks of N, then those of M, side by side.
 Warpgroups, and what they wait for
     chain      S^T, 64 rows, in registers as the A operand; per chunk K S, A W, K^T U. Waits: `full`.
     producers  one warp each: TMA loads, gate factors. Both wait: `free`.
@@ -51,7 +51,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
     value_blocks, blocks = DV // BV, (DV + DK) // BV
     frame = FRAME if dtype == "bfloat16" else -1.0  # fp16: every chunk is special, as in chunk_forward
     f32, i32, i64 = "float32", "int32", "int64"
-    num_tokens, H, HV, N, N_plus_1, slots, segments = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots, segments")
+    num_tokens, H, HV, N, N_plus_1, slots, segments, pairs = T.dynamic(
+        "num_tokens, H, HV, N, N_plus_1, slots, segments, pairs"
+    )
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head", i64)
     initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
 
@@ -113,15 +115,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
         gates: T.Tensor((slots, HV, 2, C), f32),
         cu_seqlens: T.Tensor((N_plus_1,), i32),
         initial: T.StridedTensor((N, HV, DK, DV), (initial_n, initial_h, initial_k, initial_v), f32),
-        states: T.Tensor((segments, HV, DV, DK), f32),
-        transitions: T.Tensor((segments, HV, 2, DK, DK), "bfloat16"),
+        needed: T.Tensor((segments, HV), i32),
         decays: T.Tensor((segments, HV), f32),
-        threshold: T.float32,
+        order: T.Tensor((pairs,), i32),
+        states: T.Tensor((segments, HV, DV, DK), f32),
+        transitions: T.Tensor((segments, HV, DK, DK), "float16"),
         segment_chunks: T.int32,
-        num_items: T.int32,
         has_initial: T.int32,
     ):
-        with T.Kernel(num_items * HV * blocks, threads=256) as block:
+        with T.Kernel(pairs * blocks, threads=256) as block:
             T.import_source(SEGMENTS)
             T.annotate_min_blocks_per_sm(2)
             k_shared = T.alloc_shared((ST, C, DK), dtype)
@@ -140,7 +142,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             f = T.alloc_fragment((C,), f32)
             special = T.alloc_local((1,), f32)
             decay = T.alloc_local((1,), f32)
-            total = T.alloc_local((1,), f32)  # log2 decay of the segment
+            gamma = T.alloc_local((1,), f32)  # of the segment
             G = T.alloc_local((2,), f32)
             log_r = T.alloc_local((2,), f32)
             G_last = T.alloc_local((1,), f32)
@@ -167,41 +169,42 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             is_transition = T.alloc_var(i32)
             start = T.alloc_var(i32)
             slot = T.alloc_var(i32)
-            needed = T.alloc_var(i32)
             n = T.alloc_var(i32)  # chunks to walk; 0: nothing to do
-            item = T.truncdiv(block, HV * blocks)
-            i_h = T.truncdiv(block - item * (HV * blocks), blocks)
-            column = block - item * (HV * blocks) - i_h * blocks
+            from_zero = T.alloc_var(i32, init=0)
+            T.pdl_trigger()
+            T.pdl_sync()
+            item = T.truncdiv(block, blocks)
+            column = block - item * blocks
             is_transition = T.if_then_else(column >= value_blocks, 1, 0)
             column = (column - is_transition * value_blocks) * BV
-            i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
-            i_n = item
-            segment = 0
-            if item >= N:
-                i_n = T.call_extern(
-                    i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
-                )
-                segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
-            start = cu_seqlens[i_n]
-            slot = T.min(i_n, start)
-            slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
-            start = start + segment * (segment_chunks * C)
-            n = T.if_then_else(cu_seqlens[i_n + 1] - start > segment_chunks * C, segment_chunks, 0)
-            if segment == 0 and is_transition != 0:
-                n = 0
-            if n > 0:
-                needed = T.call_extern(
-                    i32, "segments::warm_up", T.address_of(gates[slot, i_h, 0, C - 1]), HV * (2 * C), n, threshold,
-                    T.access_ptr(total[0], "w", 1),
-                )  # fmt: skip
-                if thread == 0 and is_transition == 0 and column == 0:
-                    decays[item, i_h] = T.if_then_else(segment > 0 and needed > n, T.exp2(total[0]), 0.0)
-                if needed <= n:
-                    slot = slot + (n - needed)
-                    start = start + (n - needed) * C
-                    n = T.if_then_else(is_transition != 0, 0, needed)
-                elif T.exp2(total[0]) == 0.0 and is_transition != 0:
-                    n = 0  # M vanishes
+            n = 0
+            item = order[item]
+            if item >= 0:
+                i_h = item
+                item = T.truncdiv(item, HV)
+                i_h = i_h - item * HV
+                i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
+                i_n = item
+                segment = 0
+                if item >= N:
+                    i_n = T.call_extern(
+                        i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
+                    )
+                    segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
+                start = cu_seqlens[i_n]
+                slot = T.min(i_n, start)
+                slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+                start = start + segment * (segment_chunks * C)
+                n = needed[item, i_h]
+                gamma[0] = decays[item, i_h]
+                if n > segment_chunks:
+                    n = segment_chunks
+                else:
+                    from_zero = 1
+                    slot = slot + (segment_chunks - n)
+                    start = start + (segment_chunks - n) * C
+                if is_transition != 0 and gamma[0] == 0.0:
+                    n = 0
 
             if n > 0:
                 if thread < 128:
@@ -210,7 +213,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                         for r, c in T.Parallel(BV, DK):
                             S[r, c] = T.if_then_else(c == column + r, 1.0, 0.0)
                         T.clear(V)
-                    elif segment == 0 and has_initial != 0 and needed > n:
+                    elif segment == 0 and has_initial != 0 and from_zero == 0:
                         for r, c in T.Parallel(BV, DK):
                             S[r, c] = initial[i_n, i_h, c, column + r]
                     else:
@@ -242,14 +245,11 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                         T.wait_wgmma(0)
                     decay[0] = factors_shared[(n - 1) % ST, SCALARS, FRAME_OUT]
                     if is_transition != 0:
-                        total[0] = T.exp2(total[0])
                         for r, c in T.Parallel(BV, DK):
-                            S[r, c] = S[r, c] * decay[0] - T.if_then_else(c == column + r, total[0], 0.0)
+                            S[r, c] = S[r, c] * decay[0] - T.if_then_else(c == column + r, gamma[0], 0.0)
                         for r, c in T.Parallel(BV, DK):
-                            transitions[item, i_h, 0, column + r, c] = T.cast(S[r, c], "bfloat16")
-                        for r, c in T.Parallel(BV, DK):
-                            transitions[item, i_h, 1, column + r, c] = T.cast(
-                                S[r, c] - T.cast(T.cast(S[r, c], "bfloat16"), f32), "bfloat16"
+                            transitions[item, i_h, column + r, c] = T.cast(
+                                T.max(T.min(S[r, c], 65504.0), -65504.0), "float16"
                             )
                     else:
                         for r, c in T.Parallel(BV, DK):

@@ -20,29 +20,92 @@ __device__ __forceinline__ int owner(const int* cu_seqlens, int num_sequences, i
   return low;
 }
 
-// Warp: how many of the last of `n` chunks a local state needs (eq. 7.4). `totals` is the log2 decay of the first of
-// them, `stride` the distance to the next. Returns n + 1 where their decay never falls below `threshold`.
-// `decay` becomes the log2 decay of the n chunks if it never does, of at least the chunks needed else.
-__device__ __forceinline__ int warm_up(const float* totals, int stride, int n, float threshold, float* decay) {
-  const int lane = threadIdx.x & 31;
-  float sum = 0.f;
-  for (int base = 0; base < n; base += 32) {
-    const int back = base + lane;
-    float x = back < n ? totals[(long)(n - 1 - back) * stride] : 0.f;
+// What the order kernel needs to know of a call.
+struct Call {
+  const int* cu_seqlens;
+  int num_sequences, num_items, heads, segment_chunks;
+};
+
+constexpr int CHUNK = 64;
+constexpr int BATCH = 32;  // totals that a thread asks for at a time
+
+// Chunks that the local state of a segment needs (eq. 7.4); n + 1 where its n chunks never decay below `threshold`; 0
+// for the last segment of a sequence, and where there is none. `total` becomes the log2 decay that was summed.
+__device__ __forceinline__ int warm_up(Call call, const float* gates, float threshold, int item, int head, float* total) {
+  const int n = call.segment_chunks, span = n * CHUNK;
+  int sequence = item, segment = 0;
+  if (item >= call.num_sequences) {
+    sequence = owner(call.cu_seqlens, call.num_sequences, span, item - call.num_sequences);
+    segment = item - call.num_sequences - call.cu_seqlens[sequence] / span + 1;
+  }
+  const int start = call.cu_seqlens[sequence];
+  *total = 0.f;
+  if (call.cu_seqlens[sequence + 1] - start <= (segment + 1) * span) return 0;
+  const int before = min(sequence, start);
+  const long first = before + (start - before) / CHUNK + segment * n;  // chunk slot, as gated_inverse has it
+  for (int back = 0; back < n; back += BATCH) {
+    float x[BATCH];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float y = __shfl_up_sync(~0u, x, step);
-      x += lane >= step ? y : 0.f;
+    for (int j = 0; j < BATCH; ++j) {
+      const long slot = first + max(n - 1 - back - j, 0);
+      x[j] = gates[(slot * call.heads + head) * (2 * CHUNK) + CHUNK - 1];
     }
-    const unsigned below = __ballot_sync(~0u, sum + x < threshold);
-    sum += __shfl_sync(~0u, x, 31);
-    if (below) {
-      *decay = sum;
-      return base + __ffs(below);
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      if (back + j < n) {
+        *total += x[j];
+        if (*total < threshold) return back + j + 1;
+      }
     }
   }
-  *decay = sum;
   return n + 1;
+}
+
+// One CTA of THREADS: `needed` and `decays` of every segment and head, and their `order`: first those that never decay
+// below the threshold, which take long, then the others that have anything to do; -1 for the rest.
+template <int THREADS>
+__device__ __forceinline__ void sort(const int* cu_seqlens, int num_sequences, int num_items, int heads,
+                                     int segment_chunks, const float* gates, float threshold, int* needed,
+                                     float* decays, int* order) {
+  const Call call = {cu_seqlens, num_sequences, num_items, heads, segment_chunks};
+  __shared__ int sums[2][THREADS / 32];
+  const int pairs = call.num_items * call.heads, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int steady = 0;
+  for (int base = 0; base < pairs; base += THREADS) {
+    const int pair = base + threadIdx.x;
+    bool long_one = false;
+    if (pair < pairs) {
+      float total;
+      const int item = pair / call.heads;
+      const int w = warm_up(call, gates, threshold, item, pair - item * call.heads, &total);
+      long_one = w > call.segment_chunks;
+      needed[pair] = w;
+      decays[pair] = long_one && item >= call.num_sequences ? exp2f(total) : 0.f;
+    }
+    steady += __syncthreads_count(long_one);
+  }
+  int next[2] = {0, steady};
+  for (int base = 0; base < pairs; base += THREADS) {
+    const int pair = base + threadIdx.x;
+    const int w = pair < pairs ? needed[pair] : 0;
+    const int kind = w > call.segment_chunks ? 0 : w > 0 ? 1 : 2;
+    int rank = 0;
+    for (int k = 0; k < 2; ++k) {
+      const unsigned same = __ballot_sync(~0u, kind == k);
+      if (kind == k) rank = __popc(same & ((1u << lane) - 1));
+      if (lane == 0) sums[k][warp] = __popc(same);
+    }
+    __syncthreads();
+    for (int k = 0; k < 2; ++k) {
+      for (int i = 0; i < THREADS / 32; ++i) {
+        if (kind == k && i < warp) rank += sums[k][i];
+      }
+      if (kind == k) order[next[k] + rank] = pair;
+      for (int i = 0; i < THREADS / 32; ++i) next[k] += sums[k][i];
+    }
+    __syncthreads();
+  }
+  for (int i = next[1] + threadIdx.x; i < pairs; i += THREADS) order[i] = -1;
 }
 
 }  // namespace segments

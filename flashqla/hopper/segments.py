@@ -18,7 +18,7 @@ class Segments(NamedTuple):
     chunks: of a segment; the last of a sequence may have fewer.
     count: numbers that there may be.
     states: `[count, HV, V, K]` fp32: the state at the end of each, transposed; undefined for a sequence's last segment.
-    transitions: `[count, HV, 2, K, K]` bf16, M - gamma I transposed, as the sum of two; defined where `decays` > 0.
+    transitions: `[count, HV, K, K]` fp16, M - gamma I transposed; defined where `decays` > 0.
     decays: `[count, HV]` fp32, gamma; 0 where M does not count.
     """
 
@@ -49,7 +49,7 @@ def segment_ends(
     segment_chunks: int,
     threshold: float | None,
 ) -> Segments:
-    """Two launches on the current stream, after `gated_inverse`, with its operands and results.
+    """Three launches on the current stream, after `gated_inverse`, with its operands and results.
 
     Args:
         k, v: `[T, H, K]`, `[T, HV, V]`, as TMA takes them.
@@ -68,9 +68,13 @@ def segment_ends(
         segment_chunks,
         count,
         states=torch.empty(count, HV, V, K, device=k.device),
-        transitions=torch.empty(count, HV, 2, K, K, dtype=torch.bfloat16, device=k.device),
+        transitions=torch.empty(count, HV, K, K, dtype=torch.float16, device=k.device),
         decays=torch.empty(count, HV, device=k.device),
     )
+    needed = torch.empty(count, HV, dtype=torch.int32, device=k.device)
+    order = torch.empty(count * HV, dtype=torch.int32, device=k.device)
+    log2_threshold = -math.inf if threshold is None else threshold * math.log2(math.e)
+    kernel("segment_order")(gates, cu_seqlens, needed, segments.decays, order, log2_threshold, segment_chunks)
     kernel("segment_states", dtype=dtype, head_dim_k=K, head_dim_v=V)(
         k,
         v,
@@ -78,12 +82,12 @@ def segment_ends(
         gates,
         cu_seqlens,
         torch.empty(1, device=k.device).expand(N, HV, K, V) if initial is None else initial,
+        needed,
+        segments.decays,
+        order,
         segments.states,
         segments.transitions,
-        segments.decays,
-        -math.inf if threshold is None else threshold * math.log2(math.e),
         segment_chunks,
-        count,
         int(initial is not None),
     )
     kernel("segment_scan", head_dim_k=K, head_dim_v=V)(
