@@ -282,7 +282,7 @@ def test_auto_falls_back_and_says_why(pretend_hopper, caplog):
 
 def test_one_chunk_cannot_be_cut(pretend_hopper):
     made = inputs(tokens=64)
-    with pytest.raises(NotImplementedError, match="context_parallel: must be False or 'auto' .* no sequence has two"):
+    with pytest.raises(NotImplementedError, match=r"context_parallel: must be False or 'auto' .* no sequence has two"):
         chunk_gated_delta_rule(**made.arguments(context_parallel=True))
     assert not pretend_hopper.calls
 

@@ -13,8 +13,8 @@ Definition
 
 Grid: N * HV * V / 64 CTAs. Most find nothing to do: heads that decay, sequences of one or two segments.
 Roles
-    chain      four warps: S^T, 64 rows, in registers as the A operand. While a product is under way, the state that went
-               into it is stored. Waits: `full`.
+    chain      four warps: S^T, 64 rows, in registers as the A operand. While a product is under way, the state that
+               went into it is stored. Waits: `full`.
     producer   one warp: finds the segments that count, loads their matrices and N by TMA. Waits: `free`.
 Shared memory, K = 128: three stages of a matrix and N (32 KB each): 192 KB.
 Registers: no limit but 255; no spills.

@@ -68,7 +68,8 @@ __device__ __forceinline__ void sort(const int* cu_seqlens, int num_sequences, i
                                      int segment_chunks, const float* gates, float threshold, int* needed,
                                      float* decays, int* order) {
   const Call call = {cu_seqlens, num_sequences, num_items, heads, segment_chunks};
-  __shared__ int sums[2][THREADS / 32];
+  constexpr int WARPS = (THREADS + 31) / 32;
+  __shared__ int sums[2][WARPS];
   const int pairs = call.num_items * call.heads, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int steady = 0;
   for (int base = 0; base < pairs; base += THREADS) {
@@ -97,11 +98,11 @@ __device__ __forceinline__ void sort(const int* cu_seqlens, int num_sequences, i
     }
     __syncthreads();
     for (int k = 0; k < 2; ++k) {
-      for (int i = 0; i < THREADS / 32; ++i) {
+      for (int i = 0; i < WARPS; ++i) {
         if (kind == k && i < warp) rank += sums[k][i];
       }
       if (kind == k) order[next[k] + rank] = pair;
-      for (int i = 0; i < THREADS / 32; ++i) next[k] += sums[k][i];
+      for (int i = 0; i < WARPS; ++i) next[k] += sums[k][i];
     }
     __syncthreads();
   }

@@ -26,7 +26,7 @@ CHEAPEST = find_variant(
 
 
 def test_table():
-    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 8 + 4 + 48
+    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 8 + 4 + 1 + 48
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
@@ -37,6 +37,7 @@ def test_table_has_all_that_the_launcher_may_ask_for(dtype):
     for k, v in itertools.product((64, 128), repeat=2):
         find_variant("segment_states", dtype=dtype, head_dim_k=k, head_dim_v=v)
         find_variant("segment_scan", head_dim_k=k, head_dim_v=v)
+    find_variant("segment_order")
     for k, heads, g, beta in itertools.product((64, 128), (1, 2, 4), ("float32", "bfloat16"), ("float32", "bfloat16")):
         find_variant("gated_inverse", beta_dtype=beta, gate_dtype=g, heads=heads, head_dim=k, dtype=dtype)
 
@@ -48,14 +49,14 @@ def test_other_variants_are_refused_by_name():
 
 def test_selection():
     common = select()
-    assert len(common) == 2 + 1 + 1 + 3 * 2
+    assert len(common) == 2 + 3 + 3 * 2
     assert all(dict(variant.options).get("dtype", "bfloat16") == "bfloat16" for variant in common)
     assert {variant["heads"] for variant in common if variant.kernel == "gated_inverse"} == {1, 2, 4}
-    assert len(select(("bfloat16", "float16"))) == 2 * len(common) - 1  # one kernel serves both
+    assert len(select(("bfloat16", "float16"))) == 2 * len(common) - 2  # two kernels serve both
     assert {dict(variant.options).get("dtype", "float16") for variant in select(["float16"])} == {"float16"}
     assert len(select(["float16"])) == len(common)
     assert select(all_variants=True) == list(VARIANTS)
-    assert len(select(["float16"], all_variants=True)) == (len(VARIANTS) + 4) // 2
+    assert len(select(["float16"], all_variants=True)) == (len(VARIANTS) + 5) // 2
 
 
 # ---- budgets
@@ -136,6 +137,7 @@ def test_violations(fault, says):
     assert VARIANTS[0].budget.threads == 512
     assert violations(VARIANTS[0], GOOD) == []
     assert violations(VARIANTS[0], replace(GOOD, sass=None, loop_spills=None)) == []
+    assert violations(find_variant("segment_order"), replace(GOOD, wgmma=0)) == []  # it has nothing to multiply
     (found,) = violations(VARIANTS[0], replace(GOOD, **fault))
     assert says in found
 

@@ -15,40 +15,53 @@ import torch.nn.functional as F
 
 import flashqla
 from flashqla.reference.layout import Layout
-from flashqla.reference.split import segment
+from flashqla.reference.split import segment, warm_up
 
 C = 64
 SOURCE = Path(flashqla.__file__).parent / "hopper" / "segments.cuh"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 HOST = """
+#include <algorithm>
+#include <cmath>
 #define __device__
 #define __forceinline__ inline
-static struct { unsigned x; } threadIdx;
-static float __shfl_up_sync(unsigned, float x, int) { return x; }
-static float __shfl_sync(unsigned, float x, int) { return x; }
+#define __shared__ static
+using std::max, std::min;
+static struct { unsigned x; } threadIdx;  // one thread a block: enough for what a thread does alone, and for `sort<1>`
+static void __syncthreads() {}
+static int __syncthreads_count(bool x) { return x; }
 static unsigned __ballot_sync(unsigned, bool x) { return x; }
-static int __ffs(unsigned x) { return __builtin_ffs(x); }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
 #include "%s"
 extern "C" int owner(const int* cu_seqlens, int n, int span, int extra) {
   return segments::owner(cu_seqlens, n, span, extra);
+}
+extern "C" void sort(const int* cu_seqlens, int n, int items, int heads, int chunks, const float* gates,
+                     float threshold, int* needed, float* decays, int* order) {
+  segments::sort<1>(cu_seqlens, n, items, heads, chunks, gates, threshold, needed, decays, order);
 }
 """
 
 
 @pytest.fixture(scope="module")
-def owner(tmp_path_factory):
-    """`segments::owner`, the device routine."""
+def device_code(tmp_path_factory):
+    """The device routines, as host code."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("segments")
     (folder / "host.cpp").write_text(HOST % SOURCE)
     library = folder / "host.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", folder / "host.cpp", "-o", library], check=True)
-    function = ctypes.CDLL(library).owner
+    return ctypes.CDLL(library)
+
+
+@pytest.fixture(scope="module")
+def owner(device_code):
+    """`segments::owner`."""
 
     def call(offsets, span, extra):
         array = (ctypes.c_int * len(offsets))(*offsets)
-        return function(array, len(offsets) - 1, span, extra)
+        return device_code.owner(array, len(offsets) - 1, span, extra)
 
     return call
 
@@ -88,6 +101,67 @@ def test_every_segment_has_one_number(owner, seed):
         assert index == 0 or by_place[sequence, index - 1] == before
 
 
+@pytest.mark.parametrize("threshold", [-8.0, -40.0, None])
+@pytest.mark.parametrize("lengths, segment_chunks", [([20 * C + 5], 4), ([0, 700, 64, 1, 5000, 0], 3), ([9000], 40)])
+def test_order_and_warm_up(device_code, owner, lengths, segment_chunks, threshold):
+    """Chunks needed as the reference walks to them, and every segment in the order once, those that need all first."""
+    torch.manual_seed(1)
+    heads, offsets = 3, [0, *itertools.accumulate(lengths)]
+    layout = Layout.build(1, sum(lengths), C, offsets[:-1], lengths)
+    segments, _ = segment(layout, segment_chunks)
+    decay = -torch.rand(sum(-(-length // C) for length in lengths) + 1, heads) * torch.tensor([6.0, 0.0, 0.2])
+
+    slots = sum(lengths) // C + len(lengths)
+    totals = torch.full((slots, heads, 2, C), math.nan)
+    by_token = {}  # a chunk's decay, by its first token
+    for i, (start, length) in enumerate(zip(offsets, lengths, strict=False)):
+        for chunk in range(-(-length // C)):
+            by_token[start + chunk * C] = decay[len(by_token)]
+            m = min(i, start)
+            totals[m + (start - m) // C + chunk, :, 0, C - 1] = by_token[start + chunk * C] / math.log(2)
+    log_carry = torch.cat(
+        [
+            torch.stack(
+                [by_token[segments.starts[rank] + step * C] for rank in (segments.order or range(count))[:count]]
+            )
+            for step, count in enumerate(segments.counts)
+        ]
+    )
+    steps = segments.steps(1)
+    kept, whole = warm_up(steps[::-1], log_carry, segments.num_sequences, threshold)
+    expected = {}
+    for rank, index in enumerate(segments.order or range(segments.num_sequences)):
+        walked = sum(kept[rows.start + rank] for rows in steps if rank < rows.stop - rows.start)
+        expected[segments.starts[index]] = torch.where(whole[rank] > 0, segment_chunks + 1, walked)
+
+    found = segments_of_items(owner, lengths, segment_chunks, 0)
+    items = len(lengths) + sum(lengths) // (segment_chunks * C)
+    needed, order = (
+        torch.full((items, heads), -7, dtype=torch.int32),
+        torch.full((items * heads,), -7, dtype=torch.int32),
+    )
+    decays = torch.full((items, heads), math.nan)
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (totals, needed, decays, order)]
+    limit = ctypes.c_float(-math.inf if threshold is None else threshold / math.log(2))
+    array = (ctypes.c_int * len(offsets))(*offsets)
+    device_code.sort(array, len(lengths), items, heads, segment_chunks, pointers[0], limit, *pointers[1:])
+
+    total = dict.fromkeys(range(items), 0)
+    for item, (sequence, index, start, _) in found.items():
+        if start + segment_chunks * C < offsets[sequence + 1]:  # another one follows
+            total[item] = expected[start]
+            gamma = sum(by_token[start + chunk * C] for chunk in range(segment_chunks)).exp()
+            counts = (expected[start] > segment_chunks) & (index > 0)
+            torch.testing.assert_close(decays[item], torch.where(counts, gamma, 0.0))
+        else:
+            assert not decays[item].any()
+    expected = torch.stack([torch.as_tensor(total[item]).expand(heads) for item in range(items)]).int()
+    assert torch.equal(needed, expected)
+    flat = expected.flatten()
+    first, second = ((flat > segment_chunks).nonzero().flatten(), ((flat > 0) & (flat <= segment_chunks)).nonzero())
+    assert order.tolist() == [*first.tolist(), *second.flatten().tolist(), *[-1] * int((flat == 0).sum())]
+
+
 def test_host_bound_is_the_kernels_grid():
     pytest.importorskip("tilelang")
     from flashqla.hopper.segments import num_segments
@@ -104,7 +178,7 @@ def rounded(x):
 
 
 def chain(k, v, inverse, state, exact):
-    """One head without gates through the chunk form, with the roundings of the kernels (bf16 operands) or in float64."""
+    """One head without gates through the chunk form, with the kernels' roundings (bf16 operands) or in float64."""
     dtype, cast = (torch.float64, lambda x: x) if exact else (torch.float32, rounded)
     state = state.to(dtype)
     for K, V, A in zip(k.to(dtype).split(C), v.to(dtype).split(C), inverse.to(dtype), strict=True):
@@ -122,9 +196,8 @@ def in_segments(k, v, inverse, state, segments):
             continue
         local = chain(K, V, A, torch.zeros_like(state), False)
         change = chain(K, torch.zeros_like(V), A, torch.eye(len(state)), False) - torch.eye(len(state))
-        high, change_high = rounded(state), rounded(change)
-        low, change_low = rounded(state - high), rounded(change - change_high)
-        state = local + state + (change_low @ high + change_high @ low + change_high @ high)
+        largest = state.abs().amax(0)
+        state = local + state + (change.half().float() @ (state / largest).half().float()) * largest
     return state
 
 
