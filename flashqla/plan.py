@@ -142,8 +142,8 @@ class Plan:
         if context_parallel not in ("auto", True, False):
             raise ValueError(f'context_parallel: must be "auto", True or False, got {context_parallel!r}')
         if segment_chunks is not None and (segment_chunks < 0 or (context_parallel is False and segment_chunks)):
-            most = 0 if context_parallel is False else "not negative"
-            raise ValueError(f"segment_chunks: must be {most}, got {segment_chunks}")
+            most = "be 0 without context_parallel" if context_parallel is False else "not be negative"
+            raise ValueError(f"segment_chunks: must {most}, got {segment_chunks}")
         plan = cls(
             num_sequences=num_sequences,
             num_tokens=batch * tokens,
@@ -198,7 +198,8 @@ class Plan:
             return self.num_sequences
         if self.packed and self.lengths is None:
             return self.num_sequences + self.num_tokens // (self.segment_chunks * self.chunk_size)
-        return sum(count * max(1, _ceil_divide(chunks, self.segment_chunks)) for chunks, count in self._works()[0][0])
+        lengths = (self.max_seqlen,) * self.num_sequences if self.lengths is None else self.lengths
+        return sum(max(1, _ceil_divide(_chunks(length), self.segment_chunks)) for length in lengths)
 
     def _works(self) -> list[Work]:
         """What the call may be: one, or where only the device knows the lengths, equal ones and a single long one."""

@@ -6,8 +6,8 @@ Inputs
     threshold    fp32: log2 decay below which what came before it is forgotten; -inf: never
     segment_chunks   int32: chunks of a segment
 Outputs, by the number of the segment (segments.cuh)
-    needed       [segments, HV]    int32: how many of a segment's last chunks (eq. 7.4); segment_chunks + 1: all, and the
-                                   transition; 0 for a sequence's last segment
+    needed       [segments, HV]    int32: how many of a segment's last chunks (eq. 7.4); segment_chunks + 1: all, and
+                                   the transition; 0 for a sequence's last segment
     decays       [segments, HV]    fp32: gamma of the segment where its transition counts, else 0: in a sequence's first
                                    segment, and where the decay is below the threshold
     order        [segments * HV]   int32: segment * HV + head of those that need something, whole segments first: each
