@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ STEADY = 0.25
 WARM_UP = 4
 BLOCK_COLUMNS = 64  # of a CTA of the segment kernels
 MOST_SIMULATED = 2048  # CTAs; beyond, their number makes up for not knowing where each one runs
+WORTH_IT = 0.97  # segments must be expected to save this much before sequences are cut; the model is not exact
 SEGMENT_COUNTS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 32, 40, 48, 64)
 """How many segments of the longest sequence are tried."""
 
@@ -79,16 +80,49 @@ def coefficients() -> dict:
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def candidates(work: Work) -> list[Cut]:
-    """The cuts worth comparing: every split of d_v, whole sequences first, then ever shorter segments."""
-    blocks = [columns for columns in (128, 64) if work.head_dim_v % columns == 0]
-    lengths = [_ceil(work.longest, count) for count in SEGMENT_COUNTS if count <= work.longest]
+def candidates(works: Sequence[Work]) -> list[Cut]:
+    """The cuts worth comparing: each split of d_v, whole sequences first, then ever shorter segments of the longest."""
+    longest = max(work.longest for work in works)
+    blocks = [columns for columns in (128, 64) if works[0].head_dim_v % columns == 0]
+    lengths = [_ceil(longest, count) for count in SEGMENT_COUNTS if count <= longest]
     return [Cut(columns, chunks) for chunks in dict.fromkeys([0, *lengths]) for columns in blocks]
 
 
-def estimate(work: Work, cut: Cut, sm_count: int) -> Estimate:
+def cheapest(works: Sequence[Work], sm_count: int, fixed: Cut, must_cut: bool) -> Cut | None:
+    """The cut of the least mean cost over what a call may be; whole sequences unless another is `WORTH_IT`.
+
+    Args:
+        fixed: what may not be chosen; None for what may.
+        must_cut: no whole sequences.
+
+    Returns:
+        None where there is nothing to choose from.
+    """
+    cuts = candidates(works)
+    if fixed.segment_chunks is not None:
+        cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
+    cuts = [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
+    whole = [(mean_cost(works, cut, sm_count), cut) for cut in cuts if not cut.segment_chunks]
+    best = None
+    limit = WORTH_IT * min(whole)[0] if whole else float("inf")
+    for bound, cut in sorted((mean_cost(works, cut, sm_count, least), cut) for cut in cuts if cut.segment_chunks):
+        if bound >= limit:
+            break
+        cost = mean_cost(works, cut, sm_count)
+        if cost < limit:
+            best, limit = cut, cost
+    return best or (min(whole)[1] if whole else None)
+
+
+def mean_cost(works: Sequence[Work], cut: Cut, sm_count: int, span: Callable | None = None) -> float:
+    """Microseconds of a call that may be any of `works`; `span` as for `estimate`."""
+    return sum(estimate(work, cut, sm_count, span).total for work in works) / len(works)
+
+
+def estimate(work: Work, cut: Cut, sm_count: int, span: Callable | None = None) -> Estimate:
     """The time of one call. A thread block of the output kernel has a multiprocessor to itself; those of `states` share
-    one between two."""
+    one between two. `span` says when the blocks of a kernel end: `makespan`, or `least`, which is quick."""
+    span = span or makespan
     known = coefficients()
     chunk_heads = work.num_value_heads * sum(chunks * count for chunks, count in work.sequences)
     # it writes A of a value head and reads K of a key head, twice as large
@@ -96,19 +130,18 @@ def estimate(work: Work, cut: Cut, sm_count: int) -> Estimate:
     inverse = known["inverse"]["start"] + known["inverse"]["chunk_head"] * chunk_heads * weight * (
         known["sm_count"] / sm_count
     )
-    output, blocks = known["output"][str(cut.block_dv)], list(output_blocks(work, cut))
-    busy = min(sum(count for _, count in blocks) / sm_count, 1)
-    chunk = output["chunk"] + output["busy"] * busy
-    times = [(output["start"] + chunk * chunks, count) for chunks, count in blocks]
+    output = span(block_times(work, cut, sm_count), sm_count)
     if not cut.segment_chunks:
-        return Estimate(inverse, 0, 0, makespan(times, sm_count), known["launch"])
-    return Estimate(
-        inverse,
-        _states(work, cut, sm_count),
-        _scan(work, cut, sm_count),
-        makespan(times, sm_count),
-        3 * known["launch"],
-    )
+        return Estimate(inverse, 0, 0, output, known["launch"])
+    return Estimate(inverse, _states(work, cut, sm_count), _scan(work, cut, sm_count), output, 4 * known["launch"])
+
+
+def block_times(work: Work, cut: Cut, sm_count: int) -> list[tuple[float, int]]:
+    """Microseconds of the thread blocks of the output kernel, and how many of each, in launch order."""
+    known, blocks = coefficients()["output"][str(cut.block_dv)], list(output_blocks(work, cut))
+    busy = min(sum(count for _, count in blocks) / sm_count, 1)
+    chunk = known["chunk"] + known["busy"] * busy
+    return [(known["start"] + chunk * chunks, count) for chunks, count in blocks]
 
 
 def output_blocks(work: Work, cut: Cut) -> Iterator[Run]:
@@ -172,6 +205,12 @@ def makespan(times: Sequence[tuple[float, int]], slots: int) -> float:
         for _ in range(count):
             heapq.heapreplace(free, free[0] + time)
     return max(free)
+
+
+def least(times: Sequence[tuple[float, int]], slots: int) -> float:
+    """No schedule ends before."""
+    longest = max((time for time, _ in times), default=0.0)
+    return max(longest, sum(time * count for time, count in times) / slots)
 
 
 def schedule(times: Iterable[tuple[float, int]], slots: int) -> Iterator[tuple[int, float, float]]:

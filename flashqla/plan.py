@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .costs import Cut, Estimate, Work, candidates, coefficients, estimate, output_blocks, schedule
+from .costs import Cut, Estimate, Work, candidates, cheapest, estimate, mean_cost
 
 CHUNK_SIZE = 64
 """Tokens per chunk (C)."""
@@ -25,9 +25,6 @@ DECAY_THRESHOLD = -10.0
 
 ALTERNATIVES = 4
 """Other cuts that `Plan.explain` names, besides that of whole sequences."""
-
-WORTH_IT = 0.97
-"""Segments must be expected to save this much before sequences are cut; the model is not exact."""
 
 
 def sequence_lengths(offsets: Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -161,24 +158,10 @@ class Plan:
         )
         if block_dv is None or segment_chunks is None:
             fixed = Cut(block_dv, 0 if context_parallel is False else segment_chunks)
-            cut = plan._cheapest(fixed, context_parallel is True)
-            plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
+            cut = cheapest(plan._works(), sm_count, fixed, context_parallel is True) if plan.chains else None
+            if cut is not None:
+                plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
         return plan
-
-    def _cheapest(self, fixed: Cut, must_cut: bool) -> Cut:
-        """The cut of the least expected time among those that leave what is fixed (not None) as it is."""
-        if fixed.segment_chunks is None:
-            cuts = [cut for cut in self.costs() if fixed.block_dv in (None, cut.block_dv)]
-        else:
-            blocks = (128, 64) if fixed.block_dv is None else (fixed.block_dv,)
-            cuts = [Cut(columns, fixed.segment_chunks) for columns in blocks if self.head_dim_v % columns == 0]
-        costs = {cut: self.cost(cut) for cut in cuts if not (must_cut and not cut.segment_chunks)}
-        best = min(costs, key=costs.get, default=Cut(fixed.block_dv or self.head_dim_v, fixed.segment_chunks or 0))
-        whole = [cut for cut in costs if not cut.segment_chunks]
-        if best.segment_chunks and whole:
-            simplest = min(whole, key=costs.get)
-            best = best if costs[best] < WORTH_IT * costs[simplest] else simplest
-        return best
 
     @property
     def chains(self) -> int:
@@ -221,13 +204,12 @@ class Plan:
 
     def cost(self, cut: Cut | None = None) -> float:
         """Expected microseconds of a call with this cut (default: the plan's)."""
-        estimates = self.estimates(cut)
-        return sum(each.total for each in estimates) / len(estimates)
+        return mean_cost(self._works(), cut or Cut(self.block_dv, self.segment_chunks), self.sm_count)
 
     def costs(self) -> dict[Cut, float]:
-        """Expected microseconds of every cut that was compared."""
-        longest = max(self._works(), key=lambda work: work.longest)
-        return {cut: self.cost(cut) for cut in candidates(longest)} if self.chains else {}
+        """Expected microseconds of every cut that `build` compares."""
+        works = self._works()
+        return {cut: mean_cost(works, cut, self.sm_count) for cut in candidates(works)} if self.chains else {}
 
     def mismatches(
         self, q_shape: Sequence[int], v_shape: Sequence[int], cu_seqlens_shape: Sequence[int] | None = None
@@ -278,27 +260,9 @@ class Plan:
     def plot(self, axes: Any = None) -> Any:
         """The expected schedule: a row for each SM, a bar for each thread block of the output, the kernels before it as
         bands over all SMs. Draws on matplotlib axes, new ones by default, and returns them."""
-        from matplotlib import pyplot
+        from .gantt import draw
 
-        axes = pyplot.subplots(figsize=(8, 4))[1] if axes is None else axes
-        work, times = self._works()[0], self.estimates()[0]
-        start, gap = 0.0, times.launches / (3 if self.segment_chunks else 1)
-        for name in ("inverse", "states", "scan"):
-            duration = getattr(times, name)
-            if duration:
-                axes.barh(self.sm_count / 2, duration, left=start, height=self.sm_count, alpha=0.3, label=name)
-                start += duration + gap
-        output = coefficients()["output"][str(self.block_dv)]
-        blocks = list(output_blocks(work, Cut(self.block_dv, self.segment_chunks)))
-        chunk = output["chunk"] + output["busy"] * min(sum(count for _, count in blocks) / self.sm_count, 1)
-        bars = list(schedule([(output["start"] + chunk * chunks, count) for chunks, count in blocks], self.sm_count))
-        rows, starts, ends = zip(*bars, strict=True) if bars else ((), (), ())
-        widths = [end - begin for begin, end in zip(starts, ends, strict=True)]
-        lefts = [start + begin for begin in starts]
-        axes.barh(rows, widths, left=lefts, height=0.9, edgecolor="white", linewidth=0.3, label="output", align="edge")
-        axes.set(xlabel="microseconds", ylabel="SM", ylim=(0, self.sm_count), title=f"expected: {self.cost():.0f} us")
-        axes.legend(loc="lower right")
-        return axes
+        return draw(self._works()[0], Cut(self.block_dv, self.segment_chunks), self.sm_count, axes)
 
 
 def _describe(cut: Cut) -> str:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flashqla import Plan, chunk_gated_delta_rule, costs
-from flashqla.costs import Cut
-from flashqla.plan import WORTH_IT, sequence_lengths
+from flashqla.costs import WORTH_IT, Cut
+from flashqla.plan import sequence_lengths
 from flashqla.testing import inputs
 
 
