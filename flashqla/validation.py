@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import sys
 from numbers import Real
@@ -300,10 +299,10 @@ def _find_option_problems(call: Call) -> list[Problem]:
         text = f'context_parallel: must be "auto", True or False, got {call.context_parallel!r}'
         problems.append((ValueError, text))
     if call.decay_threshold is not None:
-        if isinstance(call.decay_threshold, bool) or not isinstance(call.decay_threshold, (int, float)):
+        if isinstance(call.decay_threshold, bool) or not isinstance(call.decay_threshold, (Real, torch.SymFloat)):
             text = f"decay_threshold: must be a number or None, got {type(call.decay_threshold).__name__}"
             problems.append((TypeError, text))
-        elif not -math.inf < call.decay_threshold < 0:
+        elif not -sys.float_info.max <= call.decay_threshold < 0:
             text = f"decay_threshold: must be a negative log decay or None, got {call.decay_threshold}"
             problems.append((ValueError, text))
     for name, reason in RESERVED.items():

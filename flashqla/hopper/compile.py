@@ -106,7 +106,7 @@ class Variant:
         if self.kernel == "segment_states":
             return Budget(threads=256, ctas_per_sm=2)
         if self.kernel == "segment_scan":
-            return Budget(threads=160)
+            return Budget(threads=128, wgmma=False)
         if self.kernel == "segment_order":
             return Budget(threads=512, wgmma=False)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))

@@ -42,8 +42,8 @@ def build():
     ):
         with T.Kernel(1, threads=THREADS):
             T.import_source(SEGMENTS)
-            T.pdl_trigger()
             T.pdl_sync()
+            T.pdl_trigger()  # not before: the next kernel's long blocks shall find all multiprocessors empty
             T.evaluate(
                 T.call_extern(
                     "handle", f"segments::sort<{THREADS}>", T.address_of(cu_seqlens[0]), N_plus_1 - 1, segments, HV,
