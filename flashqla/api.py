@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import backends, ops, validation
 from .operands import Gradients, Operands, Options, make_plan
-from .plan import DECAY_THRESHOLD, Plan
+from .plan import CP_THRESHOLD, Plan
 from .validation import Call
 
 
@@ -47,7 +47,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     plan: Plan | None = None,
     context_parallel: bool | str = "auto",
-    decay_threshold: float | None = DECAY_THRESHOLD,
+    cp_threshold: float | None = CP_THRESHOLD,
     backend: str = "auto",
     cp_group: Any = None,
     **unknown: Any,
@@ -82,8 +82,8 @@ def chunk_gated_delta_rule(
         plan: a reusable :class:`flashqla.Plan` that fits the shapes.
         context_parallel: cut long sequences into segments that run side by side (eq. 7.1 to 7.4). "auto" lets the
             plan decide; True insists, and raises where there is nothing to cut.
-        decay_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
-            below ``exp(decay_threshold)`` times what was forgotten, as long as ``beta |k|^2 <= 2`` (eq. 7.4; keys of
+        cp_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
+            below ``exp(cp_threshold)`` times what was forgotten, as long as ``beta |k|^2 <= 2`` (eq. 7.4; keys of
             norm 1 and beta up to 2). Heads that decay less are exact. None: all are, whatever the keys. The reference
             is always exact.
         backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
@@ -121,7 +121,7 @@ def chunk_gated_delta_rule(
         chunk_size=chunk_size,
         plan=plan,
         context_parallel=context_parallel,
-        decay_threshold=decay_threshold,
+        cp_threshold=cp_threshold,
         backend=backend,
         cp_group=cp_group,
     )
@@ -316,7 +316,7 @@ def _lower(call: Call, form: str) -> tuple[Operands, Options]:
         backend=call.backend,
         block_dv=0 if call.plan is None else call.plan.block_dv,
         segment_chunks=_segment_chunks(call),
-        decay_threshold=None if call.decay_threshold is None else float(call.decay_threshold),
+        cp_threshold=None if call.cp_threshold is None else float(call.cp_threshold),
     )
     return operands, options
 

@@ -28,7 +28,7 @@ NOT_FOR_FLA = (
         "chunk_size",
         "plan",
         "context_parallel",
-        "decay_threshold",
+        "cp_threshold",
         "backend",
         "cp_group",
     ),
@@ -113,7 +113,7 @@ def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
         "dt_bias": operands.dt_bias,
         "use_beta_sigmoid": options.use_beta_sigmoid,
         "allow_neg_eigval": options.allow_neg_eigval,
-        "decay_threshold": options.decay_threshold,
+        "cp_threshold": options.cp_threshold,
     }
 
 

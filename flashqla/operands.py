@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
     ``form`` is how the recurrence is computed: "chunked", "recurrent" (token by token) or "split" (segments and a
     scan). ``block_dv`` fixes the plan's split of d_v; 0 lets the plan choose. ``segment_chunks`` fixes how many chunks
-    a segment has; 0: no segments, -1: the plan chooses. ``decay_threshold`` is that of eq. 7.4, None: exact.
+    a segment has; 0: no segments, -1: the plan chooses. ``cp_threshold`` is that of eq. 7.4, None: exact.
     """
 
     scale: float
@@ -45,7 +45,7 @@ class Options(NamedTuple):
     backend: str
     block_dv: int
     segment_chunks: int
-    decay_threshold: float | None
+    cp_threshold: float | None
 
 
 class Gradients(NamedTuple):

@@ -22,7 +22,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool state_v_first, "
     "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
-    "str form, str backend, int block_dv, int segment_chunks, float? decay_threshold"
+    "str form, str backend, int block_dv, int segment_chunks, float? cp_threshold"
 )
 
 torch.library.define(

@@ -20,7 +20,7 @@ CHUNK_SIZE = 64
 DEFAULT_SM_COUNT = 132
 """Streaming multiprocessors of an H100 SXM or H200; the default where no GPU is present."""
 
-DECAY_THRESHOLD = -10.0
+CP_THRESHOLD = -10.0
 """Log decay over which a segment forgets what came before it (eq. 7.4), unless a call says otherwise."""
 
 ALTERNATIVES = 4

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .plan import DECAY_THRESHOLD, Plan, sequence_lengths
+from .plan import CP_THRESHOLD, Plan, sequence_lengths
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "hopper", "fla", "reference")
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     chunk_size: int = 64
     plan: Plan | None = None
     context_parallel: bool | str = "auto"
-    decay_threshold: float | None = DECAY_THRESHOLD
+    cp_threshold: float | None = CP_THRESHOLD
     backend: str = "auto"
     cp_group: Any = None
     gk: Tensor | None = None
@@ -298,12 +298,12 @@ def _find_option_problems(call: Call) -> list[Problem]:
     if not isinstance(call.context_parallel, (bool, str)) or call.context_parallel not in ("auto", True, False):
         text = f'context_parallel: must be "auto", True or False, got {call.context_parallel!r}'
         problems.append((ValueError, text))
-    if call.decay_threshold is not None:
-        if isinstance(call.decay_threshold, bool) or not isinstance(call.decay_threshold, (Real, torch.SymFloat)):
-            text = f"decay_threshold: must be a number or None, got {type(call.decay_threshold).__name__}"
+    if call.cp_threshold is not None:
+        if isinstance(call.cp_threshold, bool) or not isinstance(call.cp_threshold, (Real, torch.SymFloat)):
+            text = f"cp_threshold: must be a number or None, got {type(call.cp_threshold).__name__}"
             problems.append((TypeError, text))
-        elif not -sys.float_info.max <= call.decay_threshold < 0:
-            text = f"decay_threshold: must be a negative log decay or None, got {call.decay_threshold}"
+        elif not -sys.float_info.max <= call.cp_threshold < 0:
+            text = f"cp_threshold: must be a negative log decay or None, got {call.cp_threshold}"
             problems.append((ValueError, text))
     for name, reason in RESERVED.items():
         if getattr(call, name) is not None:

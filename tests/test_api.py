@@ -315,9 +315,9 @@ def test_a_plan_without_segments_stays_so(pretend_hopper):
 def test_threshold_reaches_the_kernels(pretend_hopper, threshold, monkeypatch):
     seen, forward = [], pretend_hopper.forward
     pretend_hopper.forward = lambda *tensors, **keywords: (
-        seen.append(keywords["decay_threshold"]) or forward(*tensors, **keywords)
+        seen.append(keywords["cp_threshold"]) or forward(*tensors, **keywords)
     )
-    chunk_gated_delta_rule(**inputs(tokens=130).arguments(decay_threshold=threshold))
+    chunk_gated_delta_rule(**inputs(tokens=130).arguments(cp_threshold=threshold))
     assert seen == [threshold]
 
 

@@ -50,7 +50,7 @@ def forward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
-    decay_threshold: float | None,
+    cp_threshold: float | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
@@ -106,7 +106,7 @@ def forward(
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
         if plan.segment_chunks:
-            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, decay_threshold)
+            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, cp_threshold)
         else:
             segments = Segments.none(N, HV, K, V, q.device)
         kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashqla import Plan, chunk_gated_delta_rule, reference, testing
-from flashqla.validation import DECAY_THRESHOLD
+from flashqla.validation import CP_THRESHOLD
 
 DEVICE = "cuda"
 NO_WORSE = 1.05  # error with segments over error without; roundings differ, so neither is always the smaller
@@ -52,14 +52,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("threshold", [DECAY_THRESHOLD, None])
+@pytest.mark.parametrize("threshold", [CP_THRESHOLD, None])
 @pytest.mark.parametrize("case", CASES)
 def test_error_is_no_larger_with_segments(case, threshold):
     made = make((4096,), **CASES[case])
     expected = exact(made)
     whole = errors(run(made, 0), expected)
     for segment_chunks in (8, 4, 1):
-        parts = errors(run(made, segment_chunks, decay_threshold=threshold), expected)
+        parts = errors(run(made, segment_chunks, cp_threshold=threshold), expected)
         assert all(part < NO_WORSE * alone for part, alone in zip(parts, whole, strict=True)), (segment_chunks, parts)
 
 
@@ -94,19 +94,19 @@ def test_one_long_among_short():
 def test_a_strong_gate_needs_no_exact_path():
     """Above the threshold's bound nothing changes between truncated and exact segments."""
     made = make((8192,), gate=-0.2)
-    cut, kept = run(made, 8), run(made, 8, decay_threshold=None)
+    cut, kept = run(made, 8), run(made, 8, cp_threshold=None)
     assert testing.compare(cut[0], kept[0]).relative_l2 < 1e-3
-    coarse = run(made, 8, decay_threshold=-0.1)  # one chunk, which decays by 12.8
+    coarse = run(made, 8, cp_threshold=-0.1)  # one chunk, which decays by 12.8
     assert testing.compare(coarse[0], kept[0]).relative_l2 < 1e-3
 
 
 def test_the_bound_of_the_threshold_holds():
     """Eq. 7.4: a coarse threshold shows, by no more than it promises: the error is at most exp(threshold) |S|."""
     made = make((4096,), gate=-0.01, heads=(1, 1))
-    kept = run(made, 8, decay_threshold=None)
+    kept = run(made, 8, cp_threshold=None)
     scale = float(exact(made).final_state.norm())
     for threshold in (-1.0, -2.0, -4.0):
-        cut = run(made, 8, decay_threshold=threshold)
+        cut = run(made, 8, cp_threshold=threshold)
         error = float((cut[1] - kept[1]).norm())
         assert error < torch.tensor(threshold).exp() * 2 * scale
 
