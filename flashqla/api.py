@@ -83,9 +83,9 @@ def chunk_gated_delta_rule(
         context_parallel: cut long sequences into segments that run side by side (eq. 7.1 to 7.4). "auto" lets the
             plan decide; True insists, and raises where there is nothing to cut.
         cp_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
-            below ``exp(cp_threshold)`` times what was forgotten, as long as ``beta |k|^2 <= 2`` (eq. 7.4; keys of
-            norm 1 and beta up to 2). Heads that decay less are exact. None: all are, whatever the keys. The reference
-            is always exact.
+            below ``exp(cp_threshold)`` times what was forgotten (eq. 7.4). Heads that decay less are exact, and so are
+            segments in which some ``beta |k|^2`` exceeds 2 (keys of norm 1 and beta up to 2 do not). None: all are. The
+            reference is always exact.
         backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
             and "fla" (the Triton kernels of flash-linear-attention) insist.
 

@@ -1,13 +1,15 @@
 """`python -m flashqla calibrate`: measures the coefficients of `flashqla.costs` on this GPU.
 
-Every kernel is timed alone, by the profiler, at two sizes; a coefficient is the slope between them, or what remains.
+Every kernel is timed alone at two sizes; a coefficient is the slope between them, or what remains.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -16,7 +18,6 @@ from flashqla import backends, testing
 from flashqla.console import UserError, environment, table, write_json
 from flashqla.plan import CHUNK_SIZE, Plan
 
-KERNELS = ("gated_inverse", "segment_states", "segment_scan", "chunk_forward")
 REPETITIONS = 7
 
 
@@ -56,20 +57,26 @@ def coefficients(device: torch.device) -> dict:
         )
         output[str(columns)] = {"start": start, "chunk": chunk, "busy": max(busy - chunk, 0.0)}
     # three segments a head: 2 blocks of N twice, of M once
-    start, chunk = line(lambda n: times(device, 8, 3 * n, 64, n)["segment_states"], 16, 128)
-    _, shared = line(lambda n: times(device, sm_count // 3, 3 * n, 64, n)["segment_states"], 16, 128)
+    start, chunk = line(lambda n: states_and_order(device, 8, n), 16, 128)
+    _, shared = line(lambda n: states_and_order(device, sm_count // 3, n), 16, 128)
     states = {"start": start, "chunk": chunk, "shared": max(shared, chunk)}
     scan_start, segment = line(lambda count: times(device, 8, 4 * (count + 2), 64, 4)["segment_scan"], 8, 56)
     small, large = (times(device, heads, 256, 64, 0)["gated_inverse"] for heads in (8, 64))
     per_chunk_head = (large - small) / (256 * (64 - 8) * (1 + 2 / 4) / 3)
     inverse = {"start": max(small - per_chunk_head * 256 * 8 * (1 + 2 / 4) / 3, 0.0), "chunk_head": per_chunk_head}
     return {
-        "launch": launch(device),
+        "launch": launch_gap(device),
         "inverse": inverse,
         "states": states,
         "scan": {"start": scan_start, "segment": segment},
         "output": output,
     }
+
+
+def states_and_order(device: torch.device, heads: int, n: int) -> float:
+    """Of three segments."""
+    found = times(device, heads, 3 * n, 64, n)
+    return found["segment_order"] + found["segment_states"]
 
 
 def line(time: Callable[[int], float], small: int, large: int) -> tuple[float, float]:
@@ -98,26 +105,33 @@ def call(device: torch.device, heads: int, chunks: int, columns: int, segment_ch
 
 
 def times(device: torch.device, heads: int, chunks: int, columns: int, segment_chunks: int) -> dict[str, float]:
-    """Median microseconds of each kernel of a call."""
-    run = call(device, heads, chunks, columns, segment_chunks)
+    """Microseconds of each kernel of a call, launched alone and again and again."""
+    return {name: replayed(again) for name, again in kernels_of(call(device, heads, chunks, columns, segment_chunks))}
+
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, Callable[[], object]]]:
+    """Name of each kernel that `run` launches, and how to launch it again with the same arguments."""
+    from flashqla.hopper import launch, segments
+    from flashqla.hopper.compile import kernel
+
+    launched = []
+
+    def recording(name: str, **options: object) -> Callable:
+        def launch_it(*arguments: object) -> object:
+            launched.append((name, functools.partial(kernel(name, **options), *arguments)))
+            return launched[-1][1]()
+
+        return launch_it
+
+    with mock.patch.object(launch, "kernel", recording), mock.patch.object(segments, "kernel", recording):
+        run()
+    return launched
+
+
+def replayed(run: Callable[[], object]) -> float:
+    """Median microseconds of one of `REPETITIONS` runs in a CUDA graph."""
     run()
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(REPETITIONS):
-            run()
-        torch.cuda.synchronize(device)
-    found: dict[str, list[float]] = {}
-    for event in profile.events():
-        for name in KERNELS:
-            if name in event.name:
-                found.setdefault(name, []).append(event.device_time)
-    return {name: statistics.median(durations) for name, durations in found.items()}
-
-
-def launch(device: torch.device) -> float:
-    """What a graph of a short call takes beyond its kernels, for each of them but the first."""
-    arguments = (device, 8, 32, 64, 4)
-    run, kernels = call(*arguments), times(*arguments)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(REPETITIONS):
@@ -128,6 +142,13 @@ def launch(device: torch.device) -> float:
         begin.record()
         graph.replay()
         end.record()
-        torch.cuda.synchronize(device)
+        end.synchronize()
         samples.append(1e3 * begin.elapsed_time(end) / REPETITIONS)
-    return max((statistics.median(samples) - sum(kernels.values())) / (len(kernels) - 1), 0.0)
+    return statistics.median(samples)
+
+
+def launch_gap(device: torch.device) -> float:
+    """What a call takes beyond its kernels alone, for each of them but the first."""
+    run = call(device, 8, 512, 128, 32)
+    alone = kernels_of(run)
+    return max((replayed(run) - sum(replayed(again) for _, again in alone)) / (len(alone) - 1), 0.0)

@@ -13,7 +13,8 @@ Outputs, by the number of the segment (segments.cuh)
     order        [segments * HV]   int32: segment * HV + head of those that need something, whole segments first: each
                                    of their thread blocks finds a multiprocessor of its own; then -1
 Definition
-    Eq. 7.4, walking back from the end of a segment over the decays of its chunks.
+    Eq. 7.4, walking back from the end of a segment over the decays of its chunks; a chunk outside of its conditions,
+    which `gated_inverse` marks, makes the segment an exact one.
 
 Grid: one CTA of 512 threads, a segment and head each. The routine is CUDA, in segments.cuh.
 """

@@ -29,8 +29,9 @@ struct Call {
 constexpr int CHUNK = 64;
 constexpr int BATCH = 32;  // totals that a thread asks for at a time
 
-// Chunks that the local state of a segment needs (eq. 7.4); n + 1 where its n chunks never decay below `threshold`; 0
-// for the last segment of a sequence, and where there is none. `total` becomes the log2 decay that was summed.
+// Chunks that the local state of a segment needs (eq. 7.4); n + 1 where its n chunks never decay below `threshold`, or
+// where one of those walked is marked as outside of its conditions (-0 for log2 r, as gated_inverse writes it); 0 for the
+// last segment of a sequence, and where there is none. `total` becomes the log2 decay that was summed.
 __device__ __forceinline__ int warm_up(Call call, const float* gates, float threshold, int item, int head, float* total) {
   const int n = call.segment_chunks, span = n * CHUNK;
   int sequence = item, segment = 0;
@@ -44,16 +45,19 @@ __device__ __forceinline__ int warm_up(Call call, const float* gates, float thre
   const int before = min(sequence, start);
   const long first = before + (start - before) / CHUNK + segment * n;  // chunk slot, as gated_inverse has it
   for (int back = 0; back < n; back += BATCH) {
-    float x[BATCH];
+    float x[BATCH], mark[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const long slot = first + max(n - 1 - back - j, 0);
-      x[j] = gates[(slot * call.heads + head) * (2 * CHUNK) + CHUNK - 1];
+      const float* last = gates + (slot * call.heads + head) * (2 * CHUNK) + CHUNK - 1;
+      x[j] = last[0];
+      mark[j] = last[CHUNK];
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       if (back + j < n) {
         *total += x[j];
+        if (__float_as_uint(mark[j]) == 0x80000000u) threshold = -INFINITY;
         if (*total < threshold) return back + j + 1;
       }
     }

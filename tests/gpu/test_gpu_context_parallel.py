@@ -111,6 +111,19 @@ def test_the_bound_of_the_threshold_holds():
         assert error < torch.tensor(threshold).exp() * 2 * scale
 
 
+def test_long_keys_take_the_exact_path():
+    """With |k|^2 = 3 and beta = 1 a step may double the state: a threshold would be wrong, and is not used."""
+    made = make((4096,), gate=-0.02)
+    made.beta.fill_(1.0)
+    made.k.mul_(3**0.5)
+    made.v.mul_(1e-3)
+    cut, kept = (run(made, 8, cp_threshold=threshold) for threshold in (-0.5, None))
+    assert all(torch.equal(x, y) for x, y in zip(cut, kept, strict=True))
+    made.k.div_(3**0.5)
+    cut, kept = (run(made, 8, cp_threshold=threshold) for threshold in (-0.5, None))
+    assert not torch.equal(cut[0], kept[0])
+
+
 @pytest.mark.parametrize("value_heads", [8, 64])
 def test_same_bits_every_time_and_in_any_batch(value_heads):
     made = make((3000, 4097), heads=(value_heads // 4, value_heads))

@@ -23,6 +23,7 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 HOST = """
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
@@ -31,6 +32,11 @@ static struct { unsigned x; } threadIdx;  // one thread a block: enough for what
 static void __syncthreads() {}
 static int __syncthreads_count(bool x) { return x; }
 static unsigned __ballot_sync(unsigned, bool x) { return x; }
+static unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 #include "%s"
 extern "C" int owner(const int* cu_seqlens, int n, int span, int extra) {
@@ -113,6 +119,7 @@ def test_order_and_warm_up(device_code, owner, lengths, segment_chunks, threshol
 
     slots = sum(lengths) // C + len(lengths)
     totals = torch.full((slots, heads, 2, C), math.nan)
+    totals[:, :, 1] = 0.0
     by_token = {}  # a chunk's decay, by its first token
     for i, (start, length) in enumerate(zip(offsets, lengths, strict=False)):
         for chunk in range(-(-length // C)):
@@ -160,6 +167,20 @@ def test_order_and_warm_up(device_code, owner, lengths, segment_chunks, threshol
     flat = expected.flatten()
     first, second = ((flat > segment_chunks).nonzero().flatten(), ((flat > 0) & (flat <= segment_chunks)).nonzero())
     assert order.tolist() == [*first.tolist(), *second.flatten().tolist(), *[-1] * int((flat == 0).sum())]
+
+
+def test_keys_outside_the_bound_take_the_exact_path(device_code):
+    """One marked chunk among those walked: the whole segment; beyond them it does not matter."""
+    for marked, expected in ((None, 2), (7, 9), (6, 9), (5, 2)):
+        totals = torch.zeros(24, 1, 2, C)
+        totals[:, 0, 0, C - 1] = -10.0
+        if marked is not None:
+            totals[marked, 0, 1] = -0.0
+        needed, order, decays = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(4)
+        array = (ctypes.c_int * 2)(0, 24 * C)
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (totals, needed, decays, order)]
+        device_code.sort(array, 1, 4, 1, 8, pointers[0], ctypes.c_float(-15.0), *pointers[1:])
+        assert needed[0] == expected
 
 
 def test_host_bound_is_the_kernels_grid():
