@@ -73,9 +73,9 @@ def coefficients() -> dict:
     """The measured coefficients of the model, all in microseconds:
 
     launch: between two kernels. inverse: of a call, and of a chunk and value head that has a key head to itself, with
-    `sm_count` multiprocessors. states: of a thread block; of a chunk, alone on its multiprocessor or with a second
-    block. scan: of the kernel, of a segment. output, by state columns: of a block; of a chunk; what is added to that
-    when all multiprocessors are busy.
+    `sm_count` multiprocessors. states: of the two kernels that make local states; of a chunk, with nearly all
+    multiprocessors idle or none. scan: of the kernel, of a segment. output, by state columns: of a block; of a chunk;
+    what is added to that when all multiprocessors are busy.
     """
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
@@ -120,8 +120,8 @@ def mean_cost(works: Sequence[Work], cut: Cut, sm_count: int, span: Callable | N
 
 
 def estimate(work: Work, cut: Cut, sm_count: int, span: Callable | None = None) -> Estimate:
-    """The time of one call. A thread block of the output kernel has a multiprocessor to itself; those of `states` share
-    one between two. `span` says when the blocks of a kernel end: `makespan`, or `least`, which is quick."""
+    """The time of one call. A thread block of the output kernel has a multiprocessor to itself. `span` says when the
+    blocks of a kernel end: `makespan`, or `least`, which is quick."""
     span = span or makespan
     known = coefficients()
     chunk_heads = work.num_value_heads * sum(chunks * count for chunks, count in work.sequences)
@@ -176,10 +176,9 @@ def _states(work: Work, cut: Cut, sm_count: int) -> float:
     short = (work.num_value_heads - steady) * offsets * columns_v
     if not offsets:
         return known["start"]
-    shared = min(max(long / sm_count - 1, 0), 1)
-    chunk = known["chunk"] + shared * (known["shared"] - known["chunk"])
-    waves = max(1, long / (2 * sm_count))
-    return known["start"] + chunk * (n * waves + min(WARM_UP, n) * short / (2 * sm_count))
+    share = long / sm_count  # they are bound by latency when few, by the L2 cache from one a multiprocessor on
+    chunk = known["chunk"] + min(share, 1) * (known["shared"] - known["chunk"])
+    return known["start"] + chunk * (n * max(share, 1) + min(WARM_UP, n) * short / (2 * sm_count))
 
 
 def _scan(work: Work, cut: Cut, sm_count: int) -> float:

@@ -25,7 +25,8 @@ def pretend_gpu(monkeypatch):
             "chunk_forward": output["start"] + chunks * (output["chunk"] + busy * output["busy"]),
         }
         if segment_chunks:
-            chunk = known["states"]["shared" if heads > 40 else "chunk"]
+            share = heads * 6 / 132
+            chunk = known["states"]["chunk"] * (1 - share) + known["states"]["shared"] * share
             found |= {
                 "segment_order": 2.0,
                 "segment_states": known["states"]["start"] - 2.0 + segment_chunks * chunk,

@@ -204,9 +204,10 @@ __device__ __forceinline__ void window(Segments s, int first, int last, Shared<K
     if (at[1] <= last) read<K>(next, s.states + s.number(at[1]) * s.state_stride);
     // The states of all warps are shared; the next matrix has arrived; that of the step before has been read.
     __syncthreads();
-    fetch<K>(s, at[STAGES - 1] <= last ? at[STAGES - 1] : 0, shared.matrix[(i + STAGES - 1) % STAGES]);
     step<K>(state, local, shared.decay[at[0] - first], b, shared.state[i & 1], shared.scale[i & 1]);
     read_matrix<K>(b, shared.matrix[(i + 1) % STAGES]);
+    // After what the next step waits for: they share a queue.
+    fetch<K>(s, at[STAGES - 1] <= last ? at[STAGES - 1] : 0, shared.matrix[(i + STAGES - 1) % STAGES]);
     write<K>(s.states + s.number(at[0]) * s.state_stride, state);
     if (at[1] <= last && at[1] != at[0] + 1) read<K>(state, s.states + s.number(at[1] - 1) * s.state_stride);
 #pragma unroll
