@@ -83,7 +83,15 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
-    gradients = _reference_backward(do, dht, operands, options, needed)
+    # Only the forward's sequences are cut: the split of d_v that suits segments does not suit these chains.
+    whole = options._replace(segment_chunks=0, block_dv=0 if options.segment_chunks else options.block_dv)
+    if options.form == "split":
+        whole = whole._replace(form="chunked")
+    plan = make_plan(operands, whole)
+    if backends.choose(operands, whole, plan) == "hopper":
+        gradients = backends.hopper_backward(do, dht, operands, whole, plan, needed)
+    else:
+        gradients = _reference_backward(do, dht, operands, options, needed)
     return tuple(operands.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
