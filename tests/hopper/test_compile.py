@@ -26,7 +26,7 @@ CHEAPEST = find_variant(
 
 
 def test_table():
-    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 8 + 4 + 1 + 48
+    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 3 * 12 + 16 + 8 + 4 + 1 + 48
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
@@ -49,7 +49,7 @@ def test_other_variants_are_refused_by_name():
 
 def test_selection():
     common = select()
-    assert len(common) == 2 + 3 + 3 * 2
+    assert len(common) == 3 * 2 + 2 + 3 + 3 * 2
     assert all(dict(variant.options).get("dtype", "bfloat16") == "bfloat16" for variant in common)
     assert {variant["heads"] for variant in common if variant.kernel == "gated_inverse"} == {1, 2, 4}
     assert len(select(("bfloat16", "float16"))) == 2 * len(common) - 2  # two kernels serve both
