@@ -26,7 +26,8 @@ CHEAPEST = find_variant(
 
 
 def test_table():
-    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 3 * 12 + 16 + 8 + 4 + 1 + 48
+    names = {variant.name for variant in VARIANTS}
+    assert len(VARIANTS) == len(set(VARIANTS)) == len(names) == 3 * 12 + 16 + 8 + 4 + 1 + 48
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
