@@ -51,8 +51,8 @@ E, NORM, QK, DIAGONAL = range(4)  # E   (r^q)^2 with l2norm, else 0   <q, k>   s
 # per value head, double-buffered: factors
 GATE, QUERY, WRITE, READ, KEY = range(5)  # G   c exp(G)   d exp(G_C - G)   -c r exp(G)   r
 # and what comes back
-DOT_QUERY, DOT_WRITE, DOT_READ, DOT_STATE, BETA, SCALARS = range(5, 11)
-# <q, dQ>   <k, n>   <k, dK - n>   <k, the part of n from dS'>   <dV, U>   [0:4] of <S, dS'>, [4] c d exp(G_C)
+DOT_QUERY, DOT_WRITE, DOT_READ, DOT_STATE, BETA, TRACE, DECAY = range(5, 12)
+# <q, dQ>   <k, n>   <k, dK - n>   <k, the part of n from dS'>   <dV, U>   summands of <S, dS'>   [0]: c d exp(G_C)
 LN2 = 0.6931471805599453
 
 
@@ -82,15 +82,23 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             T.barrier_arrive(barrier[index])
 
     @T.macro
-    def row_dots(X, x_shared, buffer, product, part, dots):
+    def row_dots(X, x_shared, buffer, product, dots):
         """dots_i = <X_i, x_i>, a quarter of the columns at a time for want of registers."""
-        T.clear(dots)
+        T.clear(product)
         for j in T.unroll(4):
             for x, y in T.Parallel(C, DK // 4):
-                product[x, y] = X[x, j * (DK // 4) + y] * T.cast(x_shared[buffer, x, j * (DK // 4) + y], f32)
-            T.reduce_sum(product, part, dim=1)
-            for x in T.Parallel(C):
-                dots[x] += part[x]
+                product[x, y] += X[x, j * (DK // 4) + y] * T.cast(x_shared[buffer, x, j * (DK // 4) + y], f32)
+        T.reduce_sum(product, dots, dim=1)
+
+    @T.macro
+    def zero_end(tile_shared, valid, thread, barrier):
+        """Rows past the end of a sequence belong to the next one or to nobody, and may be NaN."""
+        if valid < C:
+            for r in T.serial(C - valid):
+                if thread < DV:
+                    tile_shared[valid + r, thread] = 0
+            T.fence_proxy_async()
+            T.sync_threads(barrier, 128)
 
     @T.macro
     def item_of(item, H, chunks, where):
@@ -117,8 +125,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             if r < where[1]:
                 d_gate[j] = rows_shared[p, DOT_QUERY, r] + rows_shared[p, DOT_READ, r] - rows_shared[p, DOT_WRITE, r]
                 total[0] += rows_shared[p, DOT_STATE, r]
-        if lane < 4:
-            total[0] += rows_shared[p, SCALARS, lane] * rows_shared[p, SCALARS, 4]
+            total[0] += rows_shared[p, TRACE, r] * rows_shared[p, DECAY, 0]
         total[0] = T.warp_reduce_sum(total[0])
         # suffix sums of the 64 rows, two a lane
         for step in T.unroll(5):
@@ -162,27 +169,27 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             k_shared = T.alloc_shared((2, C, DK), dtype)
             do_shared = T.alloc_shared((C, DV), dtype)
             dv_shared = T.alloc_shared((C, DV), dtype)
-            u_shared = T.alloc_shared((C, DV), dtype)
+            u_shared = T.alloc_shared((2, C, DV), dtype)
             s_shared = T.alloc_shared((DV, DK), dtype)
             ds_shared = T.alloc_shared((DV, DK), dtype)
             d_shared = T.alloc_shared((C, C), dtype)
             n_shared = T.alloc_shared((C, C), dtype)
-            sum_shared = T.alloc_shared((C, C), f32)
-            item_shared = T.alloc_shared((4, C), f32, scope="shared")
-            rows_shared = T.alloc_shared((2, 11, C), f32, scope="shared")
+            item_shared = T.alloc_shared((2, 4, C), f32, scope="shared")
+            rows_shared = T.alloc_shared((2, 12, C), f32, scope="shared")
 
             Q_sum = T.alloc_fragment((C, DK), f32)
             Q_grad = T.alloc_fragment((C, DK), f32)
             D = T.alloc_fragment((C, C), f32)
             D_rounded = T.alloc_fragment((C, C), dtype)
             Q_product = T.alloc_fragment((C, DK // 4), f32)
-            Q_part = T.alloc_fragment((C,), f32)
             Q_dots = T.alloc_fragment((C,), f32)
             Q_along = T.alloc_fragment((C,), f32)
+            Q_row = T.alloc_fragment((C,), f32)
+            Q_gate = T.alloc_fragment((C,), f32)
             W_sum = T.alloc_fragment((C, DK), f32)
+            trace = T.alloc_fragment((C, C), f32)
             W_grad = T.alloc_fragment((C, DK), f32)
             W_product = T.alloc_fragment((C, DK // 4), f32)
-            W_part = T.alloc_fragment((C,), f32)
             W_dots = T.alloc_fragment((C,), f32)
             W_along = T.alloc_fragment((C,), f32)
             R_sum = T.alloc_fragment((C, DK), f32)
@@ -190,8 +197,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             N = T.alloc_fragment((C, C), f32)
             N_rounded = T.alloc_fragment((C, C), dtype)
             R_product = T.alloc_fragment((C, DK // 4), f32)
-            R_part = T.alloc_fragment((C,), f32)
             R_dots = T.alloc_fragment((C,), f32)
+            R_row = T.alloc_fragment((C,), f32)
+            R_gate = T.alloc_fragment((C,), f32)
             left = T.alloc_local((8,), dtype)
             right = T.alloc_local((8,), dtype)
             square = T.alloc_local((1,), f32)
@@ -212,12 +220,13 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             do_free = T.alloc_barrier(arrive_count=[4 * LANES])
             dv_full = T.alloc_barrier(arrive_count=[32])
             dv_free = T.alloc_barrier(arrive_count=[4 * LANES])
-            u_full = T.alloc_barrier(arrive_count=[32])
-            u_free = T.alloc_barrier(arrive_count=[12 * LANES])
+            u_full = T.alloc_barrier(arrive_count=[32] * 2)
+            u_free = T.alloc_barrier(arrive_count=[12 * LANES] * 2)
             s_full = T.alloc_barrier(arrive_count=[32])
             s_free = T.alloc_barrier(arrive_count=[12 * LANES])
             ds_full = T.alloc_barrier(arrive_count=[32])
             ds_free = T.alloc_barrier(arrive_count=[4 * LANES])
+            diagonal_full = T.alloc_barrier(arrive_count=[4 * LANES])
             scores_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_free = T.alloc_barrier(arrive_count=[4 * LANES])
             factors_full = T.alloc_barrier(arrive_count=[32] * 2)
@@ -232,8 +241,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             x = T.alloc_var(i32)  # value heads so far, for parities
             y = T.alloc_var(i32)  # items so far
             ragged = T.alloc_var(i32)  # of them
-            p = T.alloc_var(i32)
-            b = T.alloc_var(i32)
             row = T.alloc_var(i32)
             half = T.alloc_var(i32)
             last = T.alloc_var(i32)
@@ -276,13 +283,13 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         dot[0] += T.shfl_xor(dot[0], 1)
                         if half == 0:
                             if T.bitwise_and(flags, L2NORM) != 0:
-                                item_shared[E, row] = scale * T.rsqrt(square[0] + EPSILON)
-                                item_shared[NORM, row] = 1.0 / (square[0] + EPSILON)
+                                item_shared[b, E, row] = scale * T.rsqrt(square[0] + EPSILON)
+                                item_shared[b, NORM, row] = 1.0 / (square[0] + EPSILON)
                             else:
-                                item_shared[E, row] = scale
-                                item_shared[NORM, row] = 0.0
-                            item_shared[QK, row] = dot[0]
-                            item_shared[DIAGONAL, row] = 0.0
+                                item_shared[b, E, row] = scale
+                                item_shared[b, NORM, row] = 0.0
+                            item_shared[b, QK, row] = dot[0]
+                            item_shared[b, DIAGONAL, row] = 0.0
                         T.sync_threads(1, 128)
                         T.clear(Q_sum)
                         T.clear(Q_along)
@@ -290,37 +297,36 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
                             T.barrier_wait(do_full[0], x % 2)
-                            T.barrier_wait(u_full[0], x % 2)
-                            wgmma(do_shared, u_shared, D, transpose_B=True, clear_accum=True)
+                            T.barrier_wait(u_full[p], (x // 2) % 2)
+                            zero_end(do_shared, where[1], thread, 1)
+                            wgmma(do_shared, u_shared[p, :, :], D, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
-                            T.barrier_wait(s_full[0], x % 2)
-                            wgmma(do_shared, s_shared, Q_grad, clear_accum=True)
+                            arrive(u_free, p, lane)
                             for r, c in T.Parallel(C, C):
                                 if r == c:
-                                    item_shared[DIAGONAL, r] += T.Select(
-                                        r < where[1], D[r, c] * item_shared[E, r], T.float32(0)
-                                    )
+                                    item_shared[b, DIAGONAL, r] += D[r, c] * item_shared[b, E, r]
+                            T.copy(item_shared[b, E, :], Q_row)
+                            T.copy(rows_shared[p, GATE, :], Q_gate)
                             for r, c in T.Parallel(C, C):
                                 D_rounded[r, c] = T.Select(
-                                    T.And(r > c, r < where[1]),
-                                    D[r, c]
-                                    * item_shared[E, r]
-                                    * T.exp2(rows_shared[p, GATE, r] - rows_shared[p, GATE, c]),
+                                    r > c,
+                                    D[r, c] * Q_row[r] * T.exp2(Q_gate[r] - rows_shared[p, GATE, c]),
                                     T.float32(0),
                                 )
                             T.barrier_wait(scores_free[0], (x + 1) % 2)
                             T.copy(D_rounded, d_shared)
                             T.fence_proxy_async()
                             arrive(scores_full, 0, lane)
+                            T.barrier_wait(s_full[0], x % 2)
+                            wgmma(do_shared, s_shared, Q_grad, clear_accum=True)
                             T.wait_wgmma(0)
                             arrive(do_free, 0, lane)
                             arrive(s_free, 0, lane)
                             for r, c in T.Parallel(C, DK):
-                                Q_grad[r, c] *= item_shared[E, r] * rows_shared[p, QUERY, r]
+                                Q_grad[r, c] *= item_shared[b, E, r] * rows_shared[p, QUERY, r]
                             wgmma(D_rounded, k_shared[b, :, :], Q_grad)
                             T.wait_wgmma(0)
-                            row_dots(Q_grad, q_shared, b, Q_product, Q_part, Q_dots)
+                            row_dots(Q_grad, q_shared, b, Q_product, Q_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_QUERY, r] = Q_dots[r]
                                 Q_along[r] += Q_dots[r]
@@ -328,21 +334,19 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 Q_sum[r, c] += Q_grad[r, c]
                             arrive(rows_full, p, lane)
                             x += 1
+                        arrive(diagonal_full, 0, lane)
                         for r in T.Parallel(C):
-                            Q_along[r] = item_shared[NORM, r] * (
-                                Q_along[r] + item_shared[DIAGONAL, r] * item_shared[QK, r]
+                            Q_along[r] = item_shared[b, NORM, r] * (
+                                Q_along[r] + item_shared[b, DIAGONAL, r] * item_shared[b, QK, r]
                             )
                         for r, c in T.Parallel(C, DK):
                             if r < where[1]:
                                 dq[where[0] + r, i_k, c] = (
                                     Q_sum[r, c]
-                                    + item_shared[DIAGONAL, r] * T.cast(k_shared[b, r, c], f32)
+                                    + item_shared[b, DIAGONAL, r] * T.cast(k_shared[b, r, c], f32)
                                     - Q_along[r] * T.cast(q_shared[b, r, c], f32)
                                 )
-                        # `write` takes the diagonal from here
-                        T.sync_threads(2, 256)
                         arrive(pair_free, b, lane)
-                        T.sync_threads(3, 256)
                         y += 1
                     where[0] = ahead[0]
                     where[1] = ahead[1]
@@ -363,38 +367,39 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         for h in T.serial(group):
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
-                            T.barrier_wait(u_full[0], x % 2)
+                            T.barrier_wait(u_full[p], (x // 2) % 2)
                             T.barrier_wait(ds_full[0], x % 2)
-                            wgmma(u_shared, ds_shared, W_grad, clear_accum=True)
                             T.barrier_wait(s_full[0], x % 2)
-                            dot[0] = 0.0
-                            for j in T.serial(DV * DK // 1024):
-                                row = T.truncdiv(j * 128 + thread - 128, DK // 8)
-                                half = (j * 128 + thread - 128) % (DK // 8)
-                                for e in T.vectorized(8):
-                                    left[e] = s_shared[row, half * 8 + e]
-                                for e in T.vectorized(8):
-                                    right[e] = ds_shared[row, half * 8 + e]
-                                for e in T.unroll(8):
-                                    dot[0] += T.cast(left[e], f32) * T.cast(right[e], f32)
-                            arrive(s_free, 0, lane)
-                            dot[0] = T.warp_reduce_sum(dot[0])
-                            if lane == 0:
-                                rows_shared[p, SCALARS, T.truncdiv(thread - 128, 32)] = dot[0]
+                            # <S, dS'> as the trace of S^T dS': fewer instructions than the products alone
+                            for j in T.unroll(DV // C):
+                                wgmma(
+                                    s_shared[j * C : j * C + C, :],
+                                    ds_shared[j * C : j * C + C, :],
+                                    trace,
+                                    transpose_B=True,
+                                    clear_accum=j == 0,
+                                )
                             T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
+                            arrive(s_free, 0, lane)
+                            for r, c in T.Parallel(C, C):
+                                if r == c:
+                                    rows_shared[p, TRACE, r] = trace[r, c]
+                            wgmma(u_shared[p, :, :], ds_shared, W_grad, clear_accum=True)
+                            T.wait_wgmma(0)
+                            arrive(u_free, p, lane)
                             arrive(ds_free, 0, lane)
                             for r, c in T.Parallel(C, DK):
                                 W_grad[r, c] *= rows_shared[p, WRITE, r]
-                            row_dots(W_grad, k_shared, b, W_product, W_part, W_dots)
+                            row_dots(W_grad, k_shared, b, W_product, W_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_STATE, r] = W_dots[r]
                             T.barrier_wait(scores_full[0], x % 2)
                             wgmma(d_shared, q_shared[b, :, :], W_grad, transpose_A=True)
                             wgmma(n_shared, k_shared[b, :, :], W_grad, transpose_A=True)
                             T.wait_wgmma(0)
-                            arrive(scores_free, 0, lane)
-                            row_dots(W_grad, k_shared, b, W_product, W_part, W_dots)
+                            if h < group - 1:
+                                arrive(scores_free, 0, lane)
+                            row_dots(W_grad, k_shared, b, W_product, W_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_WRITE, r] = W_dots[r]
                             for r, c in T.Parallel(C, DK):
@@ -409,24 +414,25 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     )
                             arrive(rows_full, p, lane)
                             x += 1
-                        T.sync_threads(2, 256)  # the diagonal of D is complete
+                        T.barrier_wait(diagonal_full[0], y % 2)
+                        T.sync_threads(5, 256)
                         for j in T.unroll(DK // C):
-                            T.sync_threads(4, 256)  # `read` has put a half of its sum down
+                            T.sync_threads(3, 256)  # `read` has put a part of its sum down, as high and low halves
                             for r, c in T.Parallel(C, C):
-                                W_sum[r, j * C + c] += sum_shared[r, c]
-                            T.sync_threads(5, 256)
-                        row_dots(W_sum, k_shared, b, W_product, W_part, W_dots)
+                                W_sum[r, j * C + c] += T.cast(d_shared[r, c], f32) + T.cast(n_shared[r, c], f32)
+                            T.sync_threads(4, 256)
+                        arrive(scores_free, 0, lane)
+                        row_dots(W_sum, k_shared, b, W_product, W_dots)
                         for r in T.Parallel(C):
-                            W_along[r] *= (W_dots[r] + item_shared[DIAGONAL, r] * item_shared[QK, r])
+                            W_along[r] *= (W_dots[r] + item_shared[b, DIAGONAL, r] * item_shared[b, QK, r])
                         for r, c in T.Parallel(C, DK):
                             if r < where[1]:
                                 dk[where[0] + r, i_k, c] = (
                                     W_sum[r, c]
-                                    + item_shared[DIAGONAL, r] * T.cast(q_shared[b, r, c], f32)
+                                    + item_shared[b, DIAGONAL, r] * T.cast(q_shared[b, r, c], f32)
                                     - W_along[r] * T.cast(k_shared[b, r, c], f32)
                                 )
                         arrive(pair_free, b, lane)
-                        T.sync_threads(3, 256)
                         y += 1
                     where[0] = ahead[0]
                     where[1] = ahead[1]
@@ -447,27 +453,28 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
                             T.barrier_wait(dv_full[0], x % 2)
-                            T.barrier_wait(u_full[0], x % 2)
-                            wgmma(dv_shared, u_shared, N, transpose_B=True, clear_accum=True)
+                            T.barrier_wait(u_full[p], (x // 2) % 2)
+                            zero_end(dv_shared, where[1], thread - 256, 2)
+                            wgmma(dv_shared, u_shared[p, :, :], N, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
-                            T.barrier_wait(s_full[0], x % 2)
-                            wgmma(dv_shared, s_shared, R_grad, clear_accum=True)
+                            arrive(u_free, p, lane)
                             for r, c in T.Parallel(C, C):
                                 if r == c:
                                     rows_shared[p, BETA, r] = N[r, c]
+                            T.copy(rows_shared[p, KEY, :], R_row)
+                            T.copy(rows_shared[p, GATE, :], R_gate)
                             for r, c in T.Parallel(C, C):
                                 N_rounded[r, c] = T.Select(
-                                    T.And(r > c, r < where[1]),
-                                    -N[r, c]
-                                    * rows_shared[p, KEY, r]
-                                    * T.exp2(rows_shared[p, GATE, r] - rows_shared[p, GATE, c]),
+                                    r > c,
+                                    -N[r, c] * R_row[r] * T.exp2(R_gate[r] - rows_shared[p, GATE, c]),
                                     T.float32(0),
                                 )
                             T.barrier_wait(scores_free[0], (x + 1) % 2)
                             T.copy(N_rounded, n_shared)
                             T.fence_proxy_async()
                             arrive(scores_full, 0, lane)
+                            T.barrier_wait(s_full[0], x % 2)
+                            wgmma(dv_shared, s_shared, R_grad, clear_accum=True)
                             T.wait_wgmma(0)
                             arrive(dv_free, 0, lane)
                             arrive(s_free, 0, lane)
@@ -475,18 +482,23 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 R_grad[r, c] *= rows_shared[p, READ, r]
                             wgmma(N_rounded, k_shared[b, :, :], R_grad)
                             T.wait_wgmma(0)
-                            row_dots(R_grad, k_shared, b, R_product, R_part, R_dots)
+                            row_dots(R_grad, k_shared, b, R_product, R_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_READ, r] = R_dots[r]
                             for r, c in T.Parallel(C, DK):
                                 R_sum[r, c] += R_grad[r, c]
                             arrive(rows_full, p, lane)
                             x += 1
+                        T.sync_threads(5, 256)  # D and N have been read
                         for j in T.unroll(DK // C):
                             for r, c in T.Parallel(C, C):
-                                sum_shared[r, c] = R_sum[r, j * C + c]
-                            T.sync_threads(4, 256)
-                            T.sync_threads(5, 256)  # `write` has taken it
+                                N_rounded[r, c] = T.cast(R_sum[r, j * C + c], dtype)
+                                N[r, c] = R_sum[r, j * C + c] - T.cast(N_rounded[r, c], f32)
+                            T.copy(N_rounded, d_shared)
+                            T.copy(N, N_rounded)
+                            T.copy(N_rounded, n_shared)
+                            T.sync_threads(3, 256)
+                            T.sync_threads(4, 256)  # `write` has taken it
                         arrive(pair_free, b, lane)
                         y += 1
                     where[0] = ahead[0]
@@ -519,9 +531,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             for h in T.serial(group):
                                 i_h = i_k * group + h
                                 slot = T.truncdiv(item, H)
-                                T.barrier_wait(u_free[0], (x + 1) % 2)
-                                T.tma_copy(values[slot, i_h, 0:C, 0:DV], u_shared, barrier=u_full[0])
-                                T.barrier_arrive(u_full[0])
+                                T.barrier_wait(u_free[x % 2], (x // 2 + 1) % 2)
+                                T.tma_copy(values[slot, i_h, 0:C, 0:DV], u_shared[x % 2, :, :], barrier=u_full[x % 2])
+                                T.barrier_arrive(u_full[x % 2])
                                 T.barrier_wait(do_free[0], (x + 1) % 2)
                                 T.tma_copy(do[where[0] : where[0] + C, i_h, 0:DV], do_shared, barrier=do_full[0])
                                 T.barrier_arrive(do_full[0])
@@ -561,7 +573,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     rows_shared[p, READ, r] = -T.exp2(G[j] + log_r[j]) * square[0]
                                     rows_shared[p, KEY, r] = T.exp2(log_r[j])
                                 if lane == 0:
-                                    rows_shared[p, SCALARS, 4] = T.exp2(G_last[0]) * square[0] * dot[0]
+                                    rows_shared[p, DECAY, 0] = T.exp2(G_last[0]) * square[0] * dot[0]
                                 T.barrier_arrive(factors_full[p])
                                 if x > 0:
                                     finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate,
