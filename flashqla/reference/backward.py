@@ -48,7 +48,7 @@ def adjoint_chain(
     visit: sees dS', the gradient of the state at the end of each chunk.
     """
     flat, steps = d_state.view(-1, *d_state.shape[2:]), layout.steps(d_state.shape[1])
-    d_corrected = chunks.scores.mT @ d_output
+    d_corrected = torch.bmm(chunks.scores.mT, d_output)
     multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
     parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read, chunks.k_read, chunks.k_write)
     parts += (chunks.gated_inverse, chunks.beta, chunks.carry)
@@ -76,7 +76,7 @@ class SystemGradients(NamedTuple):
 
 def adjoint_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGradients:
     """Eqs. 6.9 to 6.11. U = diag(beta) Z with Z = W - (Gamma o gram) U, so dbeta = <Y, Z> needs no division by beta."""
-    strict = (adjoints.multiplier @ states.corrected.mT).mul_(chunks.decay).tril_(-1)
+    strict = torch.bmm(adjoints.multiplier, states.corrected.mT).mul_(chunks.decay).tril_(-1)
     exchange = (chunks.per_group(strict) * chunks.gram[:, None]).flatten(0, 1)
     dbeta = (adjoints.multiplier * states.residual).sum(-1) - exchange.sum(-1)
     return SystemGradients(strict.mul_(-chunks.beta), dbeta, exchange.mul_(-chunks.beta))
@@ -103,8 +103,8 @@ def gate_gradient(pairs: Tensor, read: Tensor, write: Tensor, carried: Tensor) -
     diagonal and upper part are ignored), read and write `[b,C]`, carried `[b,1]`.
     """
     size = pairs.shape[-1]
-    lower = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device).tril_()
-    before = lower.mT - torch.eye(size, dtype=pairs.dtype, device=pairs.device)
+    ones = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device)
+    lower, before = ones.tril(), ones.triu(1)  # [i,t]: i >= t, and [j,t]: j < t
     crossing = (pairs.flatten(0, 1) @ before).view_as(pairs).mul_(lower).sum(-2)
     return crossing + read @ lower + write @ before + carried
 
@@ -131,7 +131,7 @@ def differentiate(
 
     adjoints = adjoint_chain(layout, chunks, d_output, d_state, at_end)
     system = FORMS[form](chunks, states, adjoints)
-    d_scores = d_output @ states.corrected.mT
+    d_scores = torch.bmm(d_output, states.corrected.mT)
     pairs = (chunks.scores * d_scores).add_(system.pairs)
     d_scores.mul_(chunks.decay)
 
@@ -142,8 +142,8 @@ def differentiate(
         """Row products `[b,C]` of `[b,C,K]` with the `[m,C,K]` of its key head."""
         return (chunks.per_group(rows) * of_key_head[:, None]).sum(-1).flatten(0, 1)
 
-    q_read = (d_output @ starts.mT).mul_(chunks.scale * chunks.gamma)
-    k_read = (adjoints.d_values @ starts.mT).mul_(-chunks.gamma)
+    q_read = torch.bmm(d_output, starts.mT).mul_(chunks.scale * chunks.gamma)
+    k_read = torch.bmm(adjoints.d_values, starts.mT).mul_(-chunks.gamma)
     k_write.mul_(chunks.decay[:, -1, :, None])
     read = along(q_read, chunks.q) + along(k_read, chunks.k)
     write = along(k_write, chunks.k)

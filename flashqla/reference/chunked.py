@@ -95,7 +95,7 @@ def cut(
     decay = (g_cum - g_cum.mT).masked_fill_(upper, -torch.inf).exp_()
     gamma = g_cum.exp()
 
-    gram = (k @ k.mT).tril_(-1)
+    gram = torch.bmm(k, k.mT).tril_(-1)
     if inverse is None:
         identity = torch.eye(chunk_size, dtype=dtype, device=k.device).expand(len(v), -1, -1)
         inverse = torch.linalg.solve_triangular(scaled(gram, beta), identity, upper=False, unitriangular=True)
@@ -113,7 +113,7 @@ def cut(
         inverse=inverse,
         gated_inverse=gated_inverse,
         mixing=gated_inverse * beta.mT,
-        scores=None if q is None else scaled((q @ k.mT).mul_(scale), decay),
+        scores=None if q is None else scaled(torch.bmm(q, k.mT).mul_(scale), decay),
         q_read=None if q is None else scaled(q, scale * gamma),
         k_read=scaled(k, gamma),
         k_write=scaled(k, decay[:, -1, :, None]),
