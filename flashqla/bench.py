@@ -81,35 +81,41 @@ def cpu_rows(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
         def token_loop(made: testing.Inputs = made, gradients: list[Tensor] = gradients) -> dict[str, Tensor]:
             return results(reference.recurrent, made.arguments(output_final_state=True), gradients)
 
-        rows.append(race(shape, "forward+backward", {"chunked": (chunked, 5), "token loop": (token_loop, 1)}))
+        rows.append(race(shape, "forward+backward", {"chunked": (chunked, 8), "token loop": (token_loop, 1)}))
     return rows
 
 
-def race(shape: Shape, direction: str, contenders: dict[str, tuple[Callable[[], dict[str, Tensor]], int]]) -> dict:
-    """One row: compare every contender's results with the last one's, then give the median time of its repetitions.
+ROUNDS = 3  # in which every contender has its turn
 
-    The slowest contenders run once; those that repeat have run once before they are timed.
+
+def race(shape: Shape, direction: str, contenders: dict[str, tuple[Callable[[], dict[str, Tensor]], int]]) -> dict:
+    """One row: compare every contender's results with the last one's, then time them.
+
+    All have run once before; then they take turns, each with its number of repetitions, and the median of all its times
+    counts. The first token loop of a process would cost several times as much as the next ones.
     """
-    times, found = {}, {}
-    for name, (run, repetitions) in contenders.items():
-        if repetitions > 1:
-            run()
-        samples = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            found[name] = run()
-            samples.append(1e3 * (time.perf_counter() - start))
-        times[name] = statistics.median(samples)
+    found = {name: run() for name, (run, _) in contenders.items()}
     *others, measure = found
     error = max(
         testing.compare(mine, found[measure][name]).relative_l2
         for other in others
         for name, mine in found[other].items()
     )
+    found.clear()
     row = {"name": shape.name, "direction": direction, "dtype": "float32", "head_dim": shape.head_dim, "error": error}
     if error > AGREEMENT:
         return row | {"ok": False, "limit": AGREEMENT}
-    return row | {"ok": True, "ms": times, "speedup": {name: times[measure] / times[name] for name in others}}
+    samples = {name: [] for name in contenders}
+    for _ in tqdm(range(ROUNDS), unit="round", leave=False, dynamic_ncols=True):
+        for name, (run, repetitions) in contenders.items():
+            for _ in range(repetitions):
+                start = time.perf_counter()
+                run()
+                samples[name].append(1e3 * (time.perf_counter() - start))
+    times = {name: statistics.median(values) for name, values in samples.items()}
+    spread = {name: [min(values), max(values)] for name, values in samples.items()}
+    speedup = {name: times[measure] / times[name] for name in others}
+    return row | {"ok": True, "ms": times, "spread_ms": spread, "speedup": speedup}
 
 
 def require_memory(need: int, shape: Shape) -> None:
