@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     selftest.add_argument("--backend", default="auto", choices=BACKENDS, help="judge this backend (default: auto)")
     selftest.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name holds this text")
     selftest.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+    selftest.add_argument("--fuzz", type=natural, metavar="SECONDS", help="random cases instead, for this time")
+    selftest.add_argument("--seed", type=natural, default=0, help="seed of the first random case (default: 0)")
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")

@@ -186,9 +186,7 @@ def introduction(direction: str, runs: Sequence[Evidence]) -> str:
     for row in rows:
         for name in row["time_ms"]:
             worst[name] = max(worst.get(name, 0.0), *row["error"][name].values())
-    versions = {
-        name: next((one.env["peers"][name] for one in runs if one.env["peers"].get(name)), "") for name in PEERS
-    }
+    installed = {name: version for one in reversed(runs) for name, version in one.env["peers"].items() if version}
     errors = ", ".join(
         f"{error:.1e} for {' '.join(filter(None, (PEERS.get(name, name), installed.get(name))))}"
         for name, error in worst.items()
