@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import flashqla
 from flashqla import reference, testing
+from flashqla.bench_cold import cold_starts
 from flashqla.bench_peers import OURS, PEERS, TABLES, Row, inputs_of, shared_inputs
 from flashqla.bench_race import measure
 from flashqla.console import UserError, environment, first_line, table, version_of, write_json
@@ -155,7 +156,7 @@ def main_on_gpu(arguments: argparse.Namespace) -> int:
     peers = [name for name in arguments.peers.split(",") if name not in ("", "none")]
     if unknown := set(peers) - set(PEERS):
         raise UserError(f"--peers: {sorted(unknown)} not among {list(PEERS)}")
-    jobs = choose_jobs([name for name in TABLES if getattr(arguments, name)] or ["forward"], arguments.rows)
+    jobs = choose_jobs(passes_of(arguments), arguments.rows)
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs the package matplotlib (pip install matplotlib)")
     if not torch.cuda.is_available():
@@ -172,11 +173,21 @@ def main_on_gpu(arguments: argparse.Namespace) -> int:
         results["env"]["clocks"] = clocks()
         if arguments.json:
             write_json(arguments.json, results)
+    if arguments.cold:
+        results["cold_start"] = [cold_starts((OURS, *peers), direction) for direction in passes_of(arguments)]
+        report_cold_starts(results["cold_start"])
+        if arguments.json:
+            write_json(arguments.json, results)
     for direction in dict.fromkeys(row["pass"] for row in rows):
         report_on_gpu(direction, [row for row in rows if row["pass"] == direction], peers)
     if arguments.plot:
         plot(rows, arguments.plot)
     return 0 if all(OURS in row["time_ms"] for row in rows) else 1
+
+
+def passes_of(arguments: argparse.Namespace) -> list[str]:
+    """The passes asked for; the forward if none was."""
+    return [name for name in TABLES if getattr(arguments, name)] or ["forward"]
 
 
 def choose_jobs(passes: Sequence[str], names: str | None) -> dict[tuple[int, int], list[tuple[str, Row]]]:
@@ -266,13 +277,28 @@ def report_on_gpu(direction: str, rows: Sequence[dict[str, Any]], peers: Sequenc
         if errors:
             worst = "not finite" if None in errors else f"{max(errors):.1e}"
             print(f"{name}: relative L2 against float64 at most {worst}")
-    for label in ("plan reused", "plan made"):
+    labels = {"plan reused": f"{OURS}, plan reused", "plan made": f"{OURS}, plan made"}
+    labels |= {name: name for name in peers}
+    for label, shown in labels.items():
         if samples := [row["host_us"][label] for row in rows if label in row["host_us"]]:
-            print(f"{OURS}: {statistics.median(samples):.0f} us of the host a call, {label}")
+            print(f"{shown}: {statistics.median(samples):.0f} us of the host a call")
     if gains:
         print(f"best peer / {OURS}: geometric mean {math.exp(statistics.fmean(map(math.log, gains))):.2f}")
     print(f"{direction}, K = V = 128, bfloat16, ms")
     print(table(("row", *names, "best peer", "ours/best", "floor", "ours/floor"), lines))
+
+
+def report_cold_starts(starts: Sequence[dict[str, Any]]) -> None:
+    """Print how long first calls take, a table a pass."""
+    for start in starts:
+        print(f"{start['pass']} {start['row']}: seconds of the first call of a process")
+        names = dict.fromkeys((*start["empty_caches_s"], *start["skipped"]))
+        cells = [[start[key].get(name) for key in ("empty_caches_s", "warm_disk_s")] for name in names]
+        lines = [
+            (name, *("-" if seconds is None else f"{seconds:.1f}" for seconds in pair), start["skipped"].get(name, ""))
+            for name, pair in zip(names, cells, strict=True)
+        ]
+        print(table(("contender", "empty caches", "warm disk", ""), lines))
 
 
 def plot(rows: Sequence[dict[str, Any]], path: str) -> None:

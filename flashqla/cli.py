@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help='only these rows, as in "2/8 1x32768,16/64" (no lengths: all with these heads)',
     )
+    bench.add_argument("--cold", action="store_true", help="also time first calls in processes with empty caches")
     bench.add_argument("--plot", metavar="FILE", help="also draw a bar chart of the best peer against the library")
     bench.add_argument(
         "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
