@@ -53,9 +53,7 @@ def draw(seed: int, longest: int) -> Case:
     if flags[GATE]:
         resets = 0.0
     if dtype == torch.float32:
-        resets = min(
-            resets, 0.02
-        )  # each reset adds 110 to a chunk's prefix sum, and costs float32 digits of the others
+        resets = min(resets, 0.02)  # each adds 110 to a chunk's prefix sum, which costs the others float32 digits
     return Case(
         name=f"seed {seed}",
         dtype=dtype,

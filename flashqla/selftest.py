@@ -36,8 +36,9 @@ FLOOR = 1e-3
 class Case:
     """One row of the table: sizes and values for `testing.inputs`, and flags for the call.
 
-    A share `resets` of the tokens has a log decay of -300, which forgets the state. With `lengths` the sequences are packed, and `tokens` beyond their sum are padding full of NaN. A gate, l2norm or
-    beta activation inside the call gets raw inputs instead of finished ones.
+    A share `resets` of the tokens has a log decay of -300, which forgets the state. With `lengths` the sequences are
+    packed, and `tokens` beyond their sum are padding full of NaN. A gate, l2norm or beta activation inside the call
+    gets raw inputs instead of finished ones.
     """
 
     name: str
