@@ -1,4 +1,4 @@
-"""Run small cases of the Hopper kernels, forward and backward, under compute-sanitizer: python tests/gpu/sanitize.py [tool ...]
+"""Run small cases of the Hopper kernels under compute-sanitizer: python tests/gpu/sanitize.py [tool ...]
 
 Needs an SM90 GPU and compute-sanitizer on PATH. Prints a line a tool; exit code 1 if one of them found something.
 """
