@@ -1,4 +1,4 @@
-"""The command line: python -m flashqla demo | doctor | selftest | bench | warmup.
+"""The command line: python -m flashqla demo | doctor | selftest | bench | report | warmup.
 
 Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
 stderr says why), 130 interrupted.
@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     selftest.add_argument("--backend", default="auto", choices=BACKENDS, help="judge this backend (default: auto)")
     selftest.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name holds this text")
     selftest.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+    selftest.add_argument("--fuzz", type=natural, metavar="SECONDS", help="random cases instead, for this time")
+    selftest.add_argument("--seed", type=natural, default=0, help="seed of the first random case (default: 0)")
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
@@ -76,11 +78,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help='only these rows, as in "2/8 1x32768,16/64" (no lengths: all with these heads)',
     )
+    bench.add_argument("--cold", action="store_true", help="also time first calls in processes with empty caches")
     bench.add_argument("--plot", metavar="FILE", help="also draw a bar chart of the best peer against the library")
     bench.add_argument(
         "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
     )
     bench.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+
+    report = command("report", "flashqla.report", "Write the README's results and figures from the committed files.")
+    report.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is out of date")
+    report.add_argument("--root", metavar="DIR", help="the checkout (default: the one this package is imported from)")
 
     says = "Compile the kernels into the cache that the library uses; needs no GPU."
     warmup = commands.add_parser("warmup", help=says, description=says)

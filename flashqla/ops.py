@@ -18,6 +18,9 @@ from .operands import NUM_DIFFERENTIABLE, Gradients, Operands, Options, make_pla
 from .plan import sequence_lengths
 from .reference.layout import compute_dtype
 
+CPU_CHUNK_SIZE = 32
+"""Tokens of a chunk on a CPU: fewer operations than with 64, and products of this size reach nearly the same rate."""
+
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool state_v_first, "
@@ -138,6 +141,8 @@ def _prepare(operands: Operands, options: Options) -> _Prepared:
         "state_v_first": options.state_v_first,
         "cu_seqlens": offsets,
     }
+    if options.form == "chunked" and operands.q.device.type == "cpu":
+        keywords["chunk_size"] = CPU_CHUNK_SIZE
     return _Prepared(q, k, v, g, beta, q_rstd, k_rstd, raw_g, raw_beta, A_log, dt_bias, keywords)
 
 

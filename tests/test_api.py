@@ -241,12 +241,19 @@ def pretend_hopper(monkeypatch):
     def forward(q, k, v, g, beta, *, plan, **keywords):
         calls.append(plan)
         names = ("scale", "initial_state", "output_final_state", "state_v_first", "cu_seqlens")
-        return flashqla.reference.chunked(q, k, v, g, beta, **{name: keywords[name] for name in names})
+        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
+        return flashqla.reference.chunked(q, k, v, g, beta, **same)
+
+    def backward(do, dht, q, k, v, g, beta, *, plan, needed, **keywords):
+        names = ("scale", "initial_state", "state_v_first", "cu_seqlens")
+        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
+        *per_token, dinitial_state = flashqla.reference.backward(q, k, v, g, beta, do, dht=dht, **same)
+        return [*per_token, None, None, dinitial_state]
 
     launch.refusals = lambda *tensors, plan, **flags: launch.reasons
     launch.forward = forward
     package = types.ModuleType("flashqla.hopper")
-    package.launch = launch
+    package.launch, package.launch_backward = launch, types.SimpleNamespace(backward=backward)
     monkeypatch.setitem(sys.modules, "flashqla.hopper", package)
     monkeypatch.setattr(flashqla, "hopper", package, raising=False)
     monkeypatch.setattr(backends, "device_refusals", lambda device=None: [])

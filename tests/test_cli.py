@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flashqla import bench, console, selftest
+from flashqla import bench_cpu, console, selftest
 from flashqla.cli import main
 from flashqla.hopper import compile, resources
 
@@ -67,7 +67,7 @@ def test_doctor(said):
 
 def test_selftest_table_covers_what_it_should():
     names = [case.name for case in selftest.CASES]
-    assert len(names) == len(set(names)) >= 30
+    assert len(names) == len(set(names)) >= 60
     assert {case.dtype for case in selftest.CASES} == set(selftest.LIMITS)
     assert {flag for case in selftest.CASES for flag in case.flags} == {
         "use_qk_l2norm_in_kernel",
@@ -82,7 +82,7 @@ def test_selftest(said, tmp_path):
     path = tmp_path / "results" / "selftest.json"
     code, out, _ = said("selftest", "--device", "cpu", "--only", "everything", "--json", str(path))
     assert code == 0
-    assert "2 of 2 cases" in out
+    assert "3 of 3 cases" in out
     written = json.loads(path.read_text())
     assert written["env"]["torch"] == torch.__version__
     assert {"date", "commit", "device", "flashqla"} <= set(written["env"])
@@ -170,10 +170,10 @@ def test_bench(said, tmp_path):
 
 def test_bench_gives_no_times_to_wrong_results(capsys):
     contenders = {"wrong": (lambda: {"o": torch.ones(3)}, 2), "right": (lambda: {"o": torch.zeros(3) + 2}, 1)}
-    row = bench.race(bench.Shape(1, 1, 1, 3), "forward", contenders)
+    row = bench_cpu.race(bench_cpu.Shape(1, 1, 1, 3), "forward", contenders)
     assert not row["ok"]
     assert "ms" not in row
-    assert not bench.report([row])
+    assert not bench_cpu.report([row])
     assert "FAILED" in capsys.readouterr().out
 
 
