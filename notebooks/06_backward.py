@@ -31,6 +31,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import SymLogNorm
 
+import flashqla
 from flashqla import reference, testing
 from flashqla.reference.backward import adjoint_chain, adjoint_form, textbook_form
 from flashqla.reference.chunked import cut, state_chain
@@ -587,6 +588,41 @@ _ = check("dv with bf16 operands", rounded["dv"], exact.dv, 2e-2)
 # %% [markdown]
 # $dg$ in the row form is the worst, as section 5 foretold. For keys that are alike the adjoint form has the more
 # accurate $N$: the textbook form multiplies by a rounded $A^\top$ from both sides, the adjoint form by nothing.
+
+# %% [markdown]
+# ## 9 The public function
+#
+# What a user gets when calling `backward()`, on this machine: small inputs against autograd of the token loop in
+# float64; on a Hopper GPU also the time at real size.
+
+# %%
+cfg = testing.notebook_config()
+small = testing.inputs(
+    tokens=300,
+    heads=1,
+    value_heads=2,
+    head_dim_k=cfg.head_dim,
+    head_dim_v=cfg.head_dim,
+    dtype=cfg.dtype,
+    device=cfg.device,
+)
+exact = testing.outcome(testing.oracle64, small)
+for name, gradient in testing.outcome(flashqla.chunk_gated_delta_rule, small).items():
+    check(f"chunk_gated_delta_rule: {name}", gradient, exact[name], 1e-5 if cfg.device.type == "cpu" else 2e-2)
+results = {}
+if cfg.needs_hopper():
+    large = cfg.inputs(tokens=4096).requires_grad()
+    arguments, times = large.arguments(), []
+    for _ in range(6):
+        o, _ = flashqla.chunk_gated_delta_rule(**arguments)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        o.backward(large.do)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    results["backward_ms, 16/64 1x4096"] = sorted(times)[2]
+    print(f"backward of 16/64 heads, 4096 tokens: {sorted(times)[2]:.2f} ms")
 
 # %% [markdown]
 # ## Exercises
