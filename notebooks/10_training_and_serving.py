@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 
 import flashqla
-from flashqla import demo, testing
-from flashqla.nn import GatedDeltaNet, ModelConfig
+from flashqla import demo, reference, testing
+from flashqla.nn import GatedDeltaNet, ModelConfig, causal_convolution
 from flashqla.testing import check
 
 plt.style.use("./flashqla.mplstyle")
@@ -89,7 +89,32 @@ gradient_alone = torch.autograd.grad(sum(y.square().sum() for y, _ in alone), la
 _ = check("packed against alone: gradient of A_log", gradient_packed, gradient_alone, 1e-4)
 
 # %% [markdown]
-# ## 2 Training
+# ## 2 The layer around the rule
+#
+# What `GatedDeltaNet` adds to the recurrence: projections, a short causal convolution, and three activations. $q$ and
+# $k$ are normalised (eq. 2.4), the gate comes from a projection, $g = -e^{A}\,\mathrm{softplus}(a + b)$ (eq. 2.3), and
+# $\beta$ from a sigmoid (eq. 2.5). The operator applies all three itself, given raw numbers; here they are done by
+# hand, and the token loop does the rest (eq. 1.1 to 1.3):
+
+# %%
+with torch.no_grad():
+    qkv, _ = causal_convolution(layer.in_proj_qkv(x), layer.conv1d.weight)
+    q, k, v = F.silu(qkv).split([layer.key_size, layer.key_size, layer.value_size], dim=-1)
+    q, k, v = q.unflatten(-1, (2, 32)), k.unflatten(-1, (2, 32)), v.unflatten(-1, (4, 32))
+    a, b, z = layer.in_proj_a(x), layer.in_proj_b(x), layer.in_proj_z(x).unflatten(-1, (4, 32))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    g = -layer.A_log.exp() * F.softplus(a + layer.dt_bias)
+    beta = torch.sigmoid(b)
+    o = reference.recurrent(q, k, v, g, beta).output
+    y = layer.out_proj(layer.norm(o, z).flatten(-2))
+    raw_k = F.silu(qkv)[..., layer.key_size : 2 * layer.key_size].unflatten(-1, (2, 32))
+check("eq. 2.3: gate", g, reference.gate(a, layer.A_log, layer.dt_bias), 1e-6)
+check("eq. 2.4: key", k, reference.l2norm(raw_k)[0], 1e-6)
+check("eq. 2.5: beta", beta, reference.beta_activation(b), 1e-6)
+_ = check("eq. 1.1 to 1.3: the whole layer", y, layer(x)[0], 1e-5)
+
+# %% [markdown]
+# ## 3 Training
 #
 # The model: embedding, blocks of GatedDeltaNet and SwiGLU, a head tied to the embedding. `begin` makes the optimizer
 # (matrices decay, `A_log`, `dt_bias` and norms do not), `train` is a plain loop; both are a page of
@@ -147,7 +172,7 @@ plt.show()
 # (The half-lives hardly move in so short a training; what a head does with its gate per token is learned by the
 # projection of $x$.)
 #
-# ## 3 Serving: prefill, then decode
+# ## 4 Serving: prefill, then decode
 #
 # `model(prompt, return_state=True)` reads the prompt in chunks and returns, for each layer, the last inputs of the
 # convolution and the state. `model.step` continues one token at a time with the recurrence itself (eq. 1.1 to 1.3).
@@ -195,7 +220,7 @@ for one, answer in zip(prompts, torch.stack(answers, 1).tolist(), strict=True):
     print(repr((one + bytes(answer)).decode("utf-8", errors="replace")))
 
 # %% [markdown]
-# ## 4 What a request costs
+# ## 5 What a request costs
 #
 # A request's memory is its states, however long it gets. Attention keeps keys and values of every token. Below, a
 # layer with 16 key and 32 value heads of 128 (states in float32), against attention with 8 key/value heads of 128 in
@@ -234,7 +259,7 @@ plt.show()
 print(f"the state is smaller from {crossing:,.0f} tokens on")
 
 # %% [markdown]
-# ## 5 Inside flash-linear-attention and transformers
+# ## 6 Inside flash-linear-attention and transformers
 #
 # Code that calls [flash-linear-attention](https://github.com/fla-org/flash-linear-attention) needs one line,
 # `register()`: its `chunk_gated_delta_rule` then asks this package first, and so does everything built on it, for
