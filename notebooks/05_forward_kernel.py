@@ -45,11 +45,13 @@ import pathlib
 import random
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+warnings.filterwarnings("ignore", message="IProgress")  # of a progress bar that is not used
 import matplotlib.pyplot as plt
 import tilelang
 import tilelang.language as T

@@ -321,10 +321,9 @@ axes[0].legend(fontsize=8)
 plt.show()
 for name, plan in calls.items():
     one, exact, warm = timeline(plan)[1], best(plan), best(plan, 16)
-    print(
-        f"{name:22} one chain {one:5,.0f} steps; exact maps: {one / timeline(plan, exact)[1]:.1f} times as fast "
-        f"(p = {exact}); warm-up: {one / timeline(plan, warm, 16)[1]:.1f} times (p = {warm})"
-    )
+    speed = one / timeline(plan, exact)[1], one / timeline(plan, warm, 16)[1]
+    print(f"{name:22} one chain {one:5,.0f} steps; exact maps: {speed[0]:.1f} times as fast, p = {exact}; "
+          f"warm-up: {speed[1]:.1f}, p = {warm}")  # fmt: skip
 tp8, tp1 = list(calls.values())[:2]
 assert timeline(tp8, best(tp8))[1] < timeline(tp8)[1] / 2 and best(tp1) == best(tp1, 16) == 1
 

@@ -27,6 +27,7 @@
 
 # %%
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -345,9 +346,12 @@ for size in sizes:
 # %% [markdown]
 # ## 3 A decay for every key channel
 #
-# In Kimi Delta Attention each key channel $d$ of the state has a gate of its own, $g_t \in \mathbb{R}^K$: $S_t =
-# \mathrm{diag}(a_t) S_{t-1} + k_t u_t^\top$ with $u_t = \beta_t (v_t - S_{t-1}^\top \mathrm{diag}(a_t) k_t)$. Unroll
-# it as in notebook 02. Everything that was $\Gamma \circ (X K^\top)$ becomes
+# In Kimi Delta Attention each key channel $d$ of the state has a gate of its own, $g_t \in \mathbb{R}^K$:
+#
+# $$ S_t = \mathrm{diag}(a_t) S_{t-1} + k_t u_t^\top, \qquad u_t = \beta_t \big(v_t - S_{t-1}^\top \mathrm{diag}(a_t)
+# k_t\big) . $$
+#
+# Unroll it as in notebook 02. Everything that was $\Gamma \circ (X K^\top)$ becomes
 #
 # $$ \langle x_i, k_j \rangle_{\Gamma} = \sum_d x_{id}\, k_{jd}\, e^{G_{id} - G_{jd}}, \qquad i \ge j, $$
 #
@@ -490,6 +494,7 @@ if find_nvcc() is None and not cfg.hopper:
     print("skipped: needs nvcc")
 else:
     os.environ["TILELANG_PRINT_ON_COMPILATION"] = "0"
+    warnings.filterwarnings("ignore", message="IProgress")  # of a progress bar that is not used
     import tilelang
 
     options = {tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}

@@ -165,6 +165,8 @@ for name in contenders:
 ax.axvline(peak / bandwidth, color="0.7", linestyle=":")
 ax.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="T operations/s (useful ones)")
 ax.set(title="Forward on the H200: every committed row", ylim=(20, 1200))
+ax.set_xticks([50, 100, 200, 400], ["50", "100", "200", "400"])
+ax.xaxis.minorticks_off()
 ax.legend(loc="upper left")
 plt.show()
 best = max((work(row)[0] / row["time_ms"]["flashqla"] / 1e9, row["name"]) for row in forward)
