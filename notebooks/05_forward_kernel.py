@@ -136,7 +136,7 @@ _ = check("level 1: float32 sums of bf16 products", keys @ keys.mT, chunks.k @ c
 has_nvcc = find_nvcc() is not None
 
 
-def interesting(text, pattern, width=110, most=14):
+def interesting(text, pattern, width=96, most=14):
     """The lines that match, cut to the page."""
     lines = [line.strip() for line in text.splitlines() if re.search(pattern, line)]
     print("\n".join(line[:width] + (" ..." if len(line) > width else "") for line in lines[:most]))
@@ -151,7 +151,7 @@ if has_nvcc:
     interesting(source, r"__global__|wgmma|__syncthreads")
     print()
     if sass:
-        interesting(re.sub(r"(?m)^\s*/\*[0-9a-f]{4,}\*/\s*", "", sass), r"HGMMA|WARPGROUP|BAR\.", width=90)
+        interesting(re.sub(r"(?m)^\s*/\*[0-9a-f]{4,}\*/\s*", "", sass), r"HGMMA|WARPGROUP|BAR\.")
 else:
     print("skipped: needs nvcc")
 
@@ -578,9 +578,7 @@ def producer_and_consumer(scale=SCALE, stages=STAGES):
 level_5 = Level("5 producer warp", producer_and_consumer, OWN_BARRIERS)
 if has_nvcc:
     source, _, _ = resources.lower(level_5)
-    interesting(
-        source, r"full\[.*(wait|arrive)|free\[.*(wait|arrive)|tma_load|warpgroup_arrive|wait_wgmma", most=40, width=100
-    )
+    interesting(source, r"full\[.*(wait|arrive)|free\[.*(wait|arrive)|tma_load|warpgroup_arrive|wait_wgmma", most=40)
 else:
     print("skipped: needs nvcc")
 
@@ -777,10 +775,11 @@ assert found["as it is"] == "nothing goes wrong" and all(
 # - **`o_full`**: "O is complete in shared memory". The output warp waits, the chain arrives.
 # - **`o_free`**: "O has been read by TMA". The chain waits before it writes the next O, the output warp arrives.
 #
-# Where is the barrier that keeps the scores from overwriting a $P$ that is still in use? There is none. With two
-# stages and two buffers, $P$ of chunk $i$ is only begun after `full` of chunk $i$, which needs `free` of chunk $i -
-# 2$, at which the chain arrives after it has used that $P$. A barrier that others imply is one to leave out, and to
-# write a comment about.
+# Two are *not* there. Scores read a stage and never arrive at `free`: the chain does, after it has waited for
+# `scores_full`, at which the scores warpgroup arrives when it has read. And nothing keeps the scores from overwriting
+# a $P$ that is still in use: with two stages and two buffers, $P$ of chunk $i$ is only begun after `full` of chunk
+# $i$, which needs `free` of chunk $i - 2$, at which the chain arrives after it has used that $P$. What other barriers
+# imply is left out, and has a comment instead.
 #
 # `set_max_nreg` moves registers from roles that need few to the chain: 168 a thread at launch become 232, 128 and 40.
 
@@ -990,13 +989,13 @@ found["a single P buffer"] = verdict(lambda: roles_of_level_6(8, buffers=1))
 found["three stages, two P"] = verdict(lambda: roles_of_level_6(8, stages=3))
 found["as it is"] = verdict(lambda: roles_of_level_6(8))
 for name, text in found.items():
-    print(f"{name:22} {text}")
+    print(f"{name:22} {text[:80]}")
 assert [name for name, text in found.items() if text == "nothing goes wrong"] == ["as it is"]
 
 # %% [markdown]
-# Each barrier of the kernel is needed, and the one that is not there would be needed as soon as there are three
-# stages: the argument above used that there are as many as buffers of $P$. The production kernel has three stages and
-# two buffers, and its scores warpgroup waits for `free` of chunk $i - 2$.
+# Each barrier of the kernel is needed, and one for $P$ would be as soon as there are three stages: the argument above
+# used that there are as many as buffers of $P$. The production kernel has three stages and two buffers, and its scores
+# warpgroup waits for `free` of chunk $i - 2$.
 #
 # ## What the compiler made of them
 #
@@ -1012,14 +1011,15 @@ if has_nvcc:
         production.setdefault(variant.kernel, variant)
     compiled = levels + [production[name] for name in ("gated_inverse", "chunk_forward") if name in production]
     measured = in_parallel(lambda level, _: resources.resources(level), compiled, None, "compiling")
-    header = ("threads", "registers", "spills", "KB", *resources.INSTRUCTIONS)
-    print(f"{'':25}" + " ".join(f"{name:>7}" for name in header))
+    shown = [name for name in resources.INSTRUCTIONS if name != "HMMA"]
+    header = ("threads", "regs", "spills", "KB", *shown)
+    widths = [max(len(name), 4) + 1 for name in header]
+    print(f"{'':24}" + "".join(f"{name:>{width}}" for name, width in zip(header, widths, strict=True)))
     for level, used in zip(compiled, measured, strict=True):
         name = level.name if isinstance(level, Level) else level.kernel
-        counts = used.sass or dict.fromkeys(resources.INSTRUCTIONS, "-")
-        cells = (used.threads, used.registers, used.spill_stores + used.spill_loads, f"{used.shared / 1024:.0f}")
-        cells = zip(header, (*cells, *counts.values()), strict=True)
-        print(f"{name:25}" + " ".join(f"{cell:>{max(len(column), 7)}}" for column, cell in cells))
+        counts = [used.sass[instruction] if used.sass else "-" for instruction in shown]
+        cells = (used.threads, used.registers, used.spill_stores + used.spill_loads, used.shared // 1024, *counts)
+        print(f"{name:24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
         assert not used.serialised, used.serialised
     by_level = dict(zip([level.name for level in compiled], measured, strict=True))
     assert all(by_level[level.name].spill_loads == 0 for level in levels), "a level spills registers"

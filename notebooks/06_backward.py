@@ -458,7 +458,8 @@ _ = check("library against autograd of the token loop: dk", library.dk, loop["dk
 # What must be in memory between the kernels are $S$ and $dS'$ of every chunk, in 16 bits. Two alternatives: save $S$
 # and $U$ in the forward (no state chain now, but the memory is held until the backward, as long as all other layers
 # take); or compute a chunk's gradients inside the adjoint chain ($dS'$ and $dV$ stay on the chip, but then all
-# products are sequential). The same functions run all three; the machine is told what is on the chip, and counts.
+# products are sequential, and value heads of a group must add up $dQ$ and $dK$ through memory, not even counted here).
+# The same functions run all three; the machine is told what is on the chip, and counts.
 
 
 # %%
