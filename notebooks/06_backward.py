@@ -597,6 +597,7 @@ _ = check("dv with bf16 operands", rounded["dv"], exact.dv, 2e-2)
 # float64; on a Hopper GPU also the time at real size.
 
 # %%
+torch.set_default_dtype(torch.float32)
 cfg = testing.notebook_config()
 small = testing.inputs(
     tokens=300,
@@ -624,6 +625,7 @@ if cfg.needs_hopper():
         times.append(begin.elapsed_time(end))
     results["backward_ms, 16/64 1x4096"] = sorted(times)[2]
     print(f"backward of 16/64 heads, 4096 tokens: {sorted(times)[2]:.2f} ms")
+torch.set_default_dtype(torch.float64)
 
 # %% [markdown]
 # ## Exercises

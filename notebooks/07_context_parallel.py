@@ -350,6 +350,7 @@ else:
 # the cell takes 2/8 heads and 32K tokens, and times both ways.
 
 # %%
+torch.set_default_dtype(torch.float32)
 on_gpu = cfg.device.type == "cuda"
 length, p, gate = (32768, 8, -0.02) if on_gpu else (2048, 4, -0.02)
 long = testing.inputs(
