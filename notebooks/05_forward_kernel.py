@@ -709,9 +709,9 @@ def draw_schedule(ax, done, title, until):
             ax.barh(
                 y, work.end - work.start, left=work.start, color=f"C{work.chunk % 5}", edgecolor="white", height=0.8
             )
-            if work.end - work.start > until / 45:
+            if work.end - work.start > until / 40:
                 middle = (work.start + work.end) / 2
-                ax.text(middle, y, work.label, ha="center", va="center", fontsize=6, color="white", clip_on=True)
+                ax.text(middle, y, work.label, ha="center", va="center", fontsize=7.5, color="white", clip_on=True)
     ax.set_yticks(range(len(rows)), rows)
     ax.set(title=title, xlim=(0, until))
     ax.invert_yaxis()
@@ -721,7 +721,7 @@ def draw_schedule(ax, done, title, until):
 one, two = (simulate(roles_of_level_5(12, stages)) for stages in (1, 2))
 fig, axes = plt.subplots(2, 1, figsize=(10, 3.4), sharex=True)
 for ax, done, stages in zip(axes, (one, two), (1, 2), strict=True):
-    draw_schedule(ax, done, f"level 5 with {stages} stage{'s' * (stages > 1)} (a color for each chunk)", 8000)
+    draw_schedule(ax, done, f"level 5 with {stages} stage{'s' * (stages > 1)} (a color for each chunk)", 6000)
 axes[1].set_xlabel("cycles")
 plt.show()
 print(f"cycles a chunk: {max(w.end for w in one) / 12:.0f} with one stage, {max(w.end for w in two) / 12:.0f} with two")
@@ -978,8 +978,8 @@ def roles_of_level_6(n, stages=STAGES, buffers=2, without=()):
 
 six = simulate(roles_of_level_6(12))
 fig, axes = plt.subplots(2, 1, figsize=(10, 4.6), sharex=True, height_ratios=[2, 4])
-draw_schedule(axes[0], two, "level 5", 8000)
-draw_schedule(axes[1], six, "level 6", 8000)
+draw_schedule(axes[0], two, "level 5", 6000)
+draw_schedule(axes[1], six, "level 6", 6000)
 axes[1].set_xlabel("cycles (products counted, the rest assumed)")
 plt.show()
 
