@@ -91,6 +91,16 @@ def hopper_forward(operands: Operands, options: Options, plan: Plan) -> tuple[Te
     return launch.forward(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
 
 
+def hopper_backward(
+    do: Tensor | None, dht: Tensor | None, operands: Operands, options: Options, plan: Plan, needed: list[bool]
+) -> list[Tensor | None]:
+    """Gradients by the Hopper kernels, which must not refuse the call; None where not needed."""
+    from .hopper import launch_backward
+
+    keywords = _kernel_keywords(operands, options)
+    return launch_backward.backward(do, dht, *operands[:5], plan=plan, needed=needed, **keywords)
+
+
 def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
     return {
         "scale": options.scale,

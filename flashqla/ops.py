@@ -83,7 +83,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
-    gradients = _reference_backward(do, dht, operands, options, needed)
+    plan = make_plan(operands, options)
+    if backends.choose(operands, options, plan) == "hopper":
+        gradients = backends.hopper_backward(do, dht, operands, options, plan, needed)
+    else:
+        gradients = _reference_backward(do, dht, operands, options, needed)
     return tuple(operands.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

@@ -102,6 +102,12 @@ class Variant:
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
+        if self.kernel == "backward_state":
+            return Budget(threads=128 * (1 + self["block_dv"] // 64), spill_bytes=64)
+        if self.kernel == "backward_adjoint":
+            return Budget(threads=128 * (2 + self["block_dv"] // 64), spill_bytes=256, side_loop_spills=16)
+        if self.kernel == "backward_chunk":
+            return Budget(threads=512, spill_bytes=256)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
@@ -118,8 +124,12 @@ def _table() -> Iterable[Variant]:
     head_dims_and_block = ((128, 128, 128), (128, 128, 64), (64, 64, 64), (128, 64, 64), (64, 128, 128), (64, 128, 64))
     for dtype, (k, v, block) in itertools.product(DTYPES, head_dims_and_block):
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "block_dv": block}
-        yield Variant("chunk_forward", tuple(options.items()))
+        for kernel in ("chunk_forward", "backward_state", "backward_adjoint"):
+            yield Variant(kernel, tuple(options.items()))
     gate_dtypes = ("float32", "bfloat16")
+    for dtype, k, v, beta in itertools.product(DTYPES, (128, 64), (128, 64), gate_dtypes):
+        options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "beta_dtype": beta}
+        yield Variant("backward_chunk", tuple(options.items()))
     for dtype, k, heads, g, beta in itertools.product(DTYPES, (128, 64), (4, 2, 1), gate_dtypes, gate_dtypes):
         options = {"dtype": dtype, "head_dim": k, "heads": heads, "gate_dtype": g, "beta_dtype": beta}
         yield Variant("gated_inverse", tuple(options.items()))

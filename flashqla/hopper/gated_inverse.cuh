@@ -28,10 +28,11 @@ constexpr float FRAME = 60.f;    // chunk_forward.FRAME
 constexpr int RAW = 72;         // words of one tile's raw gates: 64 tokens, and 8 that spread four heads over the banks
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RESET = -256.f;  // a token's log2 decay from here on is 0 in fp32; finite, so that differences stay numbers
+constexpr float SMALLEST_BETA = 1.f / 4096;  // with BETA_FLOOR; well within the normal numbers of fp16
 constexpr float TINY = 1e-30f;  // least |k|^2: a zero key has zero products, whatever its scale
 
 // as in gated_inverse.py
-enum Flags { USE_GATE = 1, HAS_DT_BIAS = 2, BETA_SIGMOID = 4, NEG_EIGVAL = 8, L2NORM = 16, GATED = 32 };
+enum Flags { USE_GATE = 1, HAS_DT_BIAS = 2, BETA_SIGMOID = 4, NEG_EIGVAL = 8, L2NORM = 16, GATED = 32, BETA_FLOOR = 64 };
 
 // The items of a launch: `groups` of HEADS value heads (fastest), then CHUNKS consecutive slots.
 struct Items {
@@ -264,6 +265,10 @@ __device__ __forceinline__ void tile_terms(const void* g, long long g_token, lon
   }
   x.x = t < valid ? fmaxf(x.x * LOG2E, RESET) : 0.f;
   x.y = t + 1 < valid ? fmaxf(x.y * LOG2E, RESET) : 0.f;
+  if (flags & BETA_FLOOR) {  // NaN stays
+    b.x = b.x < SMALLEST_BETA ? SMALLEST_BETA : b.x;
+    b.y = b.y < SMALLEST_BETA ? SMALLEST_BETA : b.y;
+  }
   b.x = t < valid ? b.x : 0.f;
   b.y = t + 1 < valid ? b.y : 0.f;
 

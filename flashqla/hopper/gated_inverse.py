@@ -58,6 +58,9 @@ BETA_SIGMOID = 4
 NEG_EIGVAL = 8
 L2NORM = 16
 GATED = 32  # gate every chunk, also those of mild decay
+BETA_FLOOR = 64  # take no beta as less than SMALLEST_BETA, so that the backward may divide by it
+
+SMALLEST_BETA = 2.0**-12
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,

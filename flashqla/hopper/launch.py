@@ -58,7 +58,7 @@ def forward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
-    offsets = _offsets(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
+    offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     final_state = initial = None
     if output_final_state:
@@ -71,8 +71,8 @@ def forward(
             final_state = final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return o.zero_(), final_state
 
-    q, k, v = (_tiles(x) for x in (q, k, v))
-    g, beta = (_gate(x) for x in (g, beta))
+    q, k, v = (tiles(x) for x in (q, k, v))
+    g, beta = (gate_rows(x) for x in (g, beta))
     nothing = torch.empty(1, device=q.device)
     no_state = nothing.expand(N, HV, K, V)
     final = no_state if final_state is None else final_state.mT if state_v_first else final_state
@@ -80,16 +80,10 @@ def forward(
     slots = gated_inverse.num_slots(B * T, N)
     inverse = torch.empty(slots, HV, plan.chunk_size, plan.chunk_size, dtype=q.dtype, device=q.device)
     gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device)
-    flags = (
-        gated_inverse.USE_GATE * use_gate
-        + gated_inverse.HAS_DT_BIAS * (use_gate and dt_bias is not None)
-        + gated_inverse.BETA_SIGMOID * use_beta_sigmoid
-        + gated_inverse.NEG_EIGVAL * allow_neg_eigval
-        + gated_inverse.L2NORM * use_qk_l2norm
-        + gated_inverse.GATED * (q.dtype == torch.float16)
-    )
+    flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
+    flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
-        kernel("gated_inverse", dtype=_name(q), gate_dtype=_name(g), head_dim=K, heads=heads, beta_dtype=_name(beta))(
+        kernel("gated_inverse", dtype=dtype_name(q), gate_dtype=dtype_name(g), head_dim=K, heads=heads, beta_dtype=dtype_name(beta))(
             k,
             g,
             beta,
@@ -101,7 +95,7 @@ def forward(
             flags,
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
-        kernel("chunk_forward", dtype=_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
+        kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
             q,
             k,
             v,
@@ -119,11 +113,24 @@ def forward(
     return o, final_state
 
 
-def _name(tensor: Tensor) -> str:
+def activation_flags(
+    use_gate: bool, dt_bias: Tensor | None, use_beta_sigmoid: bool, allow_neg_eigval: bool, use_qk_l2norm: bool
+) -> int:
+    """The flags of `gated_inverse` that say what is computed inside the operator."""
+    return (
+        gated_inverse.USE_GATE * use_gate
+        + gated_inverse.HAS_DT_BIAS * (use_gate and dt_bias is not None)
+        + gated_inverse.BETA_SIGMOID * use_beta_sigmoid
+        + gated_inverse.NEG_EIGVAL * allow_neg_eigval
+        + gated_inverse.L2NORM * use_qk_l2norm
+    )
+
+
+def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _offsets(B: int, T: int, device: torch.device) -> Tensor:
+def offsets_of(B: int, T: int, device: torch.device) -> Tensor:
     """int32 `cu_seqlens` of a dense batch. Memory of a graph under capture must not outlive it in the cache."""
     if torch.cuda.is_current_stream_capturing():
         return torch.arange(0, (B + 1) * T, T or 1, dtype=torch.int32, device=device)[: B + 1]
@@ -135,7 +142,7 @@ def _cached_offsets(B: int, T: int, device: torch.device) -> Tensor:
     return torch.arange(B + 1, dtype=torch.int32, device=device) * T
 
 
-def _tiles(x: Tensor) -> Tensor:
+def tiles(x: Tensor) -> Tensor:
     """``[B, T, heads, D]`` as ``[B * T, heads, D]`` for TMA: in place where its strides allow it, else a copy."""
     B, T, heads, D = x.shape
     token, head = x.stride(1), x.stride(2) if heads > 1 else D
@@ -154,6 +161,6 @@ def _tiles(x: Tensor) -> Tensor:
     return x.as_strided((B * T, heads, D), (token, head, 1))
 
 
-def _gate(x: Tensor) -> Tensor:
+def gate_rows(x: Tensor) -> Tensor:
     """``[B, T, HV]`` as ``[B * T, HV]`` in a dtype the kernel reads."""
     return (x if x.dtype in GATE_DTYPES else x.float()).flatten(0, 1)
