@@ -271,7 +271,7 @@ def _collect(options: dict[str, Any], **named: Any) -> tuple[Call, dict[str, Any
 def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form: str) -> Any:
     """Validate a call, then hand its operands and options to ``run``."""
     validation.require(function, call, unknown)
-    if call.backend == "fla":
+    if call.backend == "fla" or backends.prefers_fla(function, call):
         return backends.run_fla(function, call)
     if call.context_parallel is True:
         if form == "recurrent":

@@ -6,9 +6,13 @@ what it was. Nothing here imports a compiler until a call needs it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,7 +50,9 @@ def choose(operands: Operands, options: Options, plan: Plan) -> str:
             "backend='reference' has them"
         )
     if reasons:
-        _log_choice("reference", "; ".join(reasons))
+        # A Hopper GPU without kernels is a machine to mend, every other reason is one of the call or the machine.
+        level = logging.WARNING if "no CUDA compiler" in reasons[0] else logging.INFO
+        _log_choice("reference", "; ".join(reasons), level)
         return "reference"
     _log_choice("hopper", "the device and the call meet every requirement of the kernels")
     return "hopper"
@@ -60,10 +66,10 @@ def hopper_refusals(operands: Operands, options: Options, plan: Plan) -> list[st
     if reasons:
         return reasons
     try:
-        from .hopper import launch
+        from .hopper import compile, launch
     except ImportError as error:
         return [f"the Hopper kernels cannot be imported: {error}"]
-    return launch.refusals(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+    return compile.shortage() + launch.refusals(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
 
 
 def device_refusals(device: torch.device | None = None) -> list[str]:
@@ -78,17 +84,31 @@ def device_refusals(device: torch.device | None = None) -> list[str]:
     return []
 
 
+def backward_refusals(device: torch.device) -> list[str]:
+    """Why the backward has no Hopper kernel on a device, so that the reference computes it; empty when it has."""
+    return device_refusals(device) or ["the backward has no Hopper kernel yet: it runs on the chunked reference"]
+
+
 def _cuda_refusals(device: torch.device | None) -> list[str]:
     if device is not None and device.type != "cuda":
         return [f"needs tensors on a CUDA device, got {device}"]
     return [] if torch.cuda.is_available() else ["needs a CUDA device, none is available"]
 
 
-def hopper_forward(operands: Operands, options: Options, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """Output and final state (None unless asked for) by the Hopper kernels, which must not refuse the call."""
-    from .hopper import launch
+def hopper_forward(operands: Operands, options: Options, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
+    """Output and final state (None unless asked for) by the Hopper kernels, which must not refuse the call.
 
-    return launch.forward(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+    None where a kernel could not be compiled: then the reference takes the call, unless the caller insists.
+    """
+    from .hopper import compile, launch
+
+    try:
+        return launch.forward(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+    except compile.CompileError as error:
+        if options.backend == "hopper":
+            raise
+        _log_choice("reference", str(error), logging.WARNING)
+        return None
 
 
 def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
@@ -108,34 +128,86 @@ def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
 
 
 @functools.cache
-def _log_choice(backend: str, reason: str) -> None:
-    logger.info("backend %s: %s", backend, reason)
+def _log_choice(backend: str, reason: str, level: int = logging.INFO) -> None:
+    logger.log(level, "backend %s: %s", backend, reason)
 
 
 # --------------------------------------------------------------------------------------------- flash-linear-attention
 
+_running_fla: ContextVar[bool] = ContextVar("flash-linear-attention runs on behalf of this package", default=False)
+
+
+def inside_fla() -> bool:
+    """Whether flash-linear-attention was called by this package, which must then not take the call back."""
+    return _running_fla.get()
+
+
+@contextlib.contextmanager
+def _outward() -> Iterator[None]:
+    token = _running_fla.set(True)
+    try:
+        yield
+    finally:
+        _running_fla.reset(token)
+
 
 def fla_refusals(device: torch.device | None = None) -> list[str]:
     """Why the kernels of flash-linear-attention cannot run on a device, or on this machine; empty when they can."""
-    reasons = _cuda_refusals(device)
-    if reasons:
-        return reasons
+    return _cuda_refusals(device) or _fla_import_problem()
+
+
+@functools.cache
+def _fla_import_problem() -> list[str]:
+    if importlib.util.find_spec("fla") is None:
+        return ["needs the package fla-core (pip install fla-core)"]
     try:
         importlib.import_module("fla.ops.gated_delta_rule")
-    except ImportError as error:
-        return [f"needs the package fla-core (pip install fla-core): {error}"]
+    except Exception as error:  # Triton raises what it likes where it does not fit the GPU or FLA
+        return [f"needs a working fla-core: {type(error).__name__}: {error}"]
     return []
 
 
-def run_fla(function: str, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The same call by flash-linear-attention, with its own autograd."""
-    refusals = fla_refusals()
+def prefers_fla(function: str, call: Call) -> bool:
+    """Whether "auto" leaves a call to flash-linear-attention: on a CUDA GPU that is no Hopper one, where it can.
+
+    Said once on the logger. Whole graphs of torch.compile stay here: FLA breaks them.
+    """
+    if not call.q.is_cuda or call.backend != "auto" or torch.compiler.is_compiling():
+        return False
+    foreign = device_refusals(call.q.device)
+    if not foreign:
+        return False
+    reasons = _fla_call_refusals(function, call) + fla_refusals(call.q.device)
+    if reasons:
+        _log_choice("reference", "; ".join(foreign + reasons))
+        return False
+    _log_choice("fla", "; ".join(foreign))
+    return True
+
+
+def _fla_call_refusals(function: str, call: Call) -> list[str]:
+    refusals = []
     if function not in FLA_FUNCTIONS:
         refusals.append(f"has only {' and '.join(FLA_FUNCTIONS)}")
     if call.context_parallel is True:
         refusals.append("has no context_parallel=True on one device")
+    if call.backend == "auto":  # what FLA would take and then fail on, or compute otherwise
+        if call.q.dtype == torch.float64:
+            refusals.append("has no float64")
+        if max(call.q.shape[-1], call.v.shape[-1]) > 256 and function == FLA_FUNCTIONS[0]:
+            refusals.append("has no head dimension above 256")
+        gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
+        if gradients and function == FLA_FUNCTIONS[1]:
+            refusals.append("has no gradients token by token")
+    return [f"fla-core {refusal}" for refusal in refusals]
+
+
+def run_fla(function: str, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The same call by flash-linear-attention, with its own autograd."""
+    refusals = fla_refusals() + _fla_call_refusals(function, call)
     if refusals:
         raise NotImplementedError(f'{function}: backend: "fla" cannot run this call: ' + "; ".join(refusals))
     chunk_only = ("cu_seqlens_cpu",) if function == "fused_recurrent_gated_delta_rule" else ()
     keywords = {name: value for name, value in call._asdict().items() if name not in NOT_FOR_FLA + chunk_only}
-    return getattr(importlib.import_module("fla.ops.gated_delta_rule"), function)(**keywords)
+    with _outward():
+        return getattr(importlib.import_module("fla.ops.gated_delta_rule"), function)(**keywords)

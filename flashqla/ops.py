@@ -73,10 +73,9 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tu
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     plan = make_plan(operands, options)
-    if backends.choose(operands, options, plan) == "hopper":
-        o, final_state = backends.hopper_forward(operands, options, plan)
-    else:
-        o, final_state = _reference_forward(operands, options)
+    on_hopper = backends.choose(operands, options, plan) == "hopper"
+    result = backends.hopper_forward(operands, options, plan) if on_hopper else None
+    o, final_state = _reference_forward(operands, options) if result is None else result
     return o, operands.q.new_empty(0, dtype=compute_dtype(operands.q)) if final_state is None else final_state
 
 

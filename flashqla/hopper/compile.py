@@ -191,9 +191,18 @@ def describe_cache() -> str:
     return f"{cache_folder()} ({len(list(cache_folder().glob('*/*/kernels/*')))} kernels)"
 
 
+@functools.cache
+def shortage() -> list[str]:
+    """Why this process can have no kernel at all: no compiler, and nothing in the cache. Empty otherwise."""
+    if find_nvcc() is not None or any(cache_folder().glob("*/*/kernels/*")):
+        return []
+    return [f"{NO_NVCC}; and no compiled kernel lies in {cache_folder()}"]
+
+
 # ---- compiling
 
 _kernels: dict[Variant, Callable] = {}
+_failures: dict[Variant, str] = {}  # an attempt takes seconds: one a process is enough
 _locks: dict[Variant, threading.Lock] = {}
 _lock = threading.Lock()  # of the two above and of the count
 _builds = 0
@@ -221,8 +230,14 @@ def compiled(variant: Variant, remark: str = "") -> Callable:
     with _lock:
         lock = _locks.setdefault(variant, threading.Lock())
     with lock:
+        if variant in _failures:
+            raise CompileError(_failures[variant])
         if variant not in _kernels:
-            _kernels[variant] = _load_or_compile(variant, remark)
+            try:
+                _kernels[variant] = _load_or_compile(variant, remark)
+            except CompileError as error:
+                _failures[variant] = str(error)
+                raise
         return _kernels[variant]
 
 
