@@ -13,7 +13,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from .operands import Operands, Options
 from .plan import Plan
 from .validation import Call
+
+if TYPE_CHECKING:
+    from .serving import Serving
 
 logger = logging.getLogger("flashqla")
 
@@ -32,7 +35,7 @@ NOT_FOR_FLA = (
 """Fields of a call that flash-linear-attention's functions do not take, or that the call leaves empty."""
 
 
-def choose(operands: Operands, options: Options, plan: Plan) -> str:
+def choose(operands: Operands, options: Options, plan: Plan, serving: Serving | None = None) -> str:
     """Where one call runs, "hopper" or "reference"; says which and why on the logger ``flashqla``, once per reason.
 
     Raises:
@@ -41,7 +44,7 @@ def choose(operands: Operands, options: Options, plan: Plan) -> str:
     """
     if options.backend == "reference":
         return "reference"
-    reasons = hopper_refusals(operands, options, plan)
+    reasons = hopper_refusals(operands, options, plan, serving)
     if options.backend == "hopper" and reasons:
         raise NotImplementedError('backend: "hopper" cannot run this call: ' + "; ".join(reasons))
     if not reasons and options.form == "split":
@@ -58,18 +61,25 @@ def choose(operands: Operands, options: Options, plan: Plan) -> str:
     return "hopper"
 
 
-def hopper_refusals(operands: Operands, options: Options, plan: Plan) -> list[str]:
+def hopper_refusals(operands: Operands, options: Options, plan: Plan, serving: Serving | None = None) -> list[str]:
     """Why the Hopper kernels cannot run a call; empty when they can."""
-    if options.form == "recurrent":
-        return ["token by token recurrence runs on the reference"]
     reasons = device_refusals(operands.q.device)
     if reasons:
         return reasons
     try:
-        from .hopper import compile, launch
+        from .hopper import compile, launch, launch_recurrent
     except ImportError as error:
         return [f"the Hopper kernels cannot be imported: {error}"]
-    return compile.shortage() + launch.refusals(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+    keywords = _kernel_keywords(operands, options)
+    if options.form == "recurrent":
+        keywords |= {} if serving is None else serving.keywords()
+        return compile.shortage() + launch_recurrent.refusals(*operands[:5], **keywords)
+    reasons = compile.shortage() + launch.refusals(*operands[:5], plan=plan, **keywords)
+    if serving is not None and serving.states is not None:
+        reasons.append("states: the chunk kernels write no states along the way")
+    if serving is not None and serving.out is not None:
+        reasons += launch_recurrent.out_refusals(serving.out)
+    return reasons
 
 
 def device_refusals(device: torch.device | None = None) -> list[str]:
@@ -95,15 +105,25 @@ def _cuda_refusals(device: torch.device | None) -> list[str]:
     return [] if torch.cuda.is_available() else ["needs a CUDA device, none is available"]
 
 
-def hopper_forward(operands: Operands, options: Options, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
+def hopper_forward(
+    operands: Operands, options: Options, plan: Plan, serving: Serving | None = None
+) -> tuple[Tensor, Tensor | None] | None:
     """Output and final state (None unless asked for) by the Hopper kernels, which must not refuse the call.
 
     None where a kernel could not be compiled: then the reference takes the call, unless the caller insists.
     """
-    from .hopper import compile, launch
+    from .hopper import compile, launch, launch_recurrent
 
+    keywords = _kernel_keywords(operands, options)
     try:
-        return launch.forward(*operands[:5], plan=plan, **_kernel_keywords(operands, options))
+        if options.form == "recurrent":
+            keywords |= {} if serving is None else serving.keywords()
+            return launch_recurrent.forward(*operands[:5], **keywords)
+        if serving is None:
+            return launch.forward(*operands[:5], plan=plan, **keywords)
+        keywords["initial_state"] = serving.gather(operands)
+        keywords["output_final_state"] |= serving.inplace_final_state
+        return serving.scatter(*launch.forward(*operands[:5], plan=plan, out=serving.out, **keywords), operands)
     except compile.CompileError as error:
         if options.backend == "hopper":
             raise

@@ -18,7 +18,7 @@ from .operands import NUM_DIFFERENTIABLE, Gradients, Operands, Options, make_pla
 from .plan import sequence_lengths
 from .reference.layout import compute_dtype
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool state_v_first, "
     "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
@@ -27,12 +27,12 @@ _ARGUMENTS = (
 
 torch.library.define(
     "flashqla::gated_delta_rule_forward",
-    f"({_ARGUMENTS}) -> (Tensor o, Tensor final_state)",
+    f"({ARGUMENTS}) -> (Tensor o, Tensor final_state)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "flashqla::gated_delta_rule_backward",
-    f"(Tensor? do, Tensor? dht, {_ARGUMENTS}, bool[] needed) -> ("
+    f"(Tensor? do, Tensor? dht, {ARGUMENTS}, bool[] needed) -> ("
     + ", ".join(f"Tensor {name}" for name in Gradients._fields)
     + ")",
     tags=torch.Tag.pt2_compliant_tag,
@@ -50,7 +50,7 @@ def _state_shape(operands: Operands, state_v_first: bool) -> tuple[int, ...]:
 
 
 @torch.library.register_fake("flashqla::gated_delta_rule_forward")
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     shape = _state_shape(operands, options.state_v_first) if options.output_final_state else (0,)
     final_state = operands.q.new_empty(shape, dtype=compute_dtype(operands.q))
@@ -75,7 +75,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     plan = make_plan(operands, options)
     on_hopper = backends.choose(operands, options, plan) == "hopper"
     result = backends.hopper_forward(operands, options, plan) if on_hopper else None
-    o, final_state = _reference_forward(operands, options) if result is None else result
+    o, final_state = reference_forward(operands, options) if result is None else result
     return o, operands.q.new_empty(0, dtype=compute_dtype(operands.q)) if final_state is None else final_state
 
 
@@ -136,7 +136,7 @@ def _prepare(operands: Operands, options: Options) -> _Prepared:
     return _Prepared(q, k, v, g, beta, q_rstd, k_rstd, raw_g, raw_beta, A_log, dt_bias, keywords)
 
 
-def _reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     with torch.autocast(operands.q.device.type, enabled=False):
         inputs = _prepare(operands, options)
         compute = getattr(reference, options.form)

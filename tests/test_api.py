@@ -247,7 +247,7 @@ def pretend_hopper(monkeypatch):
     launch.refusals = lambda *tensors, plan, **flags: launch.reasons
     launch.forward = forward
     package = types.ModuleType("flashqla.hopper")
-    package.launch = launch
+    package.launch = package.launch_recurrent = launch
     package.compile = types.SimpleNamespace(shortage=list, CompileError=CompileError)
     monkeypatch.setitem(sys.modules, "flashqla.hopper", package)
     monkeypatch.setattr(flashqla, "hopper", package, raising=False)

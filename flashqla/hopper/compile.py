@@ -49,13 +49,14 @@ class Budget:
     """What one variant may use of an SM: what lets `ctas_per_sm` CTAs of `threads` threads share it.
 
     The main loop may not spill at all. `spill_bytes` (of stores, and as many of loads) are allowed elsewhere, and
-    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas.
+    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas. `wgmma`: whether there are any.
     """
 
     threads: int
     ctas_per_sm: int = 1
     spill_bytes: int = 0
     side_loop_spills: int = 0
+    wgmma: bool = True
 
     @property
     def registers(self) -> int:
@@ -102,6 +103,8 @@ class Variant:
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
+        if self.kernel == "recurrent":
+            return Budget(threads=128, ctas_per_sm=self.module.CTAS_PER_SM, wgmma=False)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
@@ -123,6 +126,9 @@ def _table() -> Iterable[Variant]:
     for dtype, k, heads, g, beta in itertools.product(DTYPES, (128, 64), (4, 2, 1), gate_dtypes, gate_dtypes):
         options = {"dtype": dtype, "head_dim": k, "heads": heads, "gate_dtype": g, "beta_dtype": beta}
         yield Variant("gated_inverse", tuple(options.items()))
+    for dtype, k, v, v_first in itertools.product(DTYPES, (128, 64), (128, 64), (False, True)):
+        options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "state_v_first": v_first}
+        yield Variant("recurrent", tuple(options.items()))
 
 
 VARIANTS = tuple(_table())

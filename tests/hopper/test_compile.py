@@ -26,7 +26,7 @@ CHEAPEST = find_variant(
 
 
 def test_table():
-    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 48
+    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 48 + 16
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
@@ -34,6 +34,8 @@ def test_table_has_all_that_the_launcher_may_ask_for(dtype):
     for k, v, block in itertools.product((64, 128), repeat=3):
         if block <= v:
             find_variant("chunk_forward", dtype=dtype, head_dim_k=k, head_dim_v=v, block_dv=block)
+    for k, v, v_first in itertools.product((64, 128), (64, 128), (False, True)):
+        find_variant("recurrent", dtype=dtype, head_dim_k=k, head_dim_v=v, state_v_first=v_first)
     for k, heads, g, beta in itertools.product((64, 128), (1, 2, 4), ("float32", "bfloat16"), ("float32", "bfloat16")):
         find_variant("gated_inverse", beta_dtype=beta, gate_dtype=g, heads=heads, head_dim=k, dtype=dtype)
 
@@ -45,7 +47,7 @@ def test_other_variants_are_refused_by_name():
 
 def test_selection():
     common = select()
-    assert len(common) == 2 + 3 * 2
+    assert len(common) == 2 + 3 * 2 + 2
     assert all(variant["dtype"] == "bfloat16" for variant in common)
     assert {variant["heads"] for variant in common if variant.kernel == "gated_inverse"} == {1, 2, 4}
     assert len(select(("bfloat16", "float16"))) == 2 * len(common)
