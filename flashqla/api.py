@@ -246,6 +246,7 @@ def is_supported(
     beta: Tensor | None = None,
     *,
     backend: str = "hopper",
+    function: Callable = chunk_gated_delta_rule,
     **options: Any,
 ) -> tuple[bool, list[str]]:
     """Whether a backend can run a call, and why not. Launches nothing and raises nothing.
@@ -255,6 +256,7 @@ def is_supported(
 
     Args:
         backend: "hopper", "reference", "fla", or "auto", which always finds one for a valid call.
+        function: :func:`chunk_gated_delta_rule` or :func:`fused_recurrent_gated_delta_rule`.
         the others: as for :func:`chunk_gated_delta_rule`.
 
     Returns:
@@ -271,7 +273,8 @@ def is_supported(
     if not reasons and backend == "fla":
         reasons = backends.fla_refusals(call.q.device)
     elif not reasons and backend == "hopper":
-        operands, flags = _lower(call, "chunked")
+        form = "recurrent" if function is fused_recurrent_gated_delta_rule else "chunked"
+        operands, flags = _lower(call, form)
         reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags))
     return not reasons, reasons
 

@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,11 +61,12 @@ def registered() -> bool:
     return NAME in _registry()._backends
 
 
-def refusals(*arguments: Any, **keywords: Any) -> list[str]:
+def refusals(*arguments: Any, function: Callable = flashqla.chunk_gated_delta_rule, **keywords: Any) -> list[str]:
     """Every reason why a call of FLA's ``chunk_gated_delta_rule`` is left to FLA; empty when it is taken.
 
-    On the CPU, where Triton cannot run, valid calls are taken by the reference. On a GPU only those are taken that the
-    Hopper kernels can run, in both directions if gradients are asked for.
+    Keywords alone can also ask about another ``function`` of this package. On the CPU, where Triton cannot run, valid
+    calls are taken by the reference. On a GPU only those are taken that the Hopper kernels can run, in both directions
+    if gradients are asked for.
     """
     if backends.inside_fla():
         return ['backend: this call comes from flashqla with backend="fla"']
@@ -73,7 +75,7 @@ def refusals(*arguments: Any, **keywords: Any) -> list[str]:
         if old in call:
             return [f"{old}: fla-core has its own answer to this old keyword"]
     on_gpu = isinstance(call["q"], Tensor) and call["q"].is_cuda
-    supported, reasons = flashqla.is_supported(**call, backend="hopper" if on_gpu else "auto")
+    supported, reasons = flashqla.is_supported(**call, function=function, backend="hopper" if on_gpu else "auto")
     if supported and on_gpu and _asks_for_gradients(call):
         reasons = backends.backward_refusals(call["q"].device)
     return reasons
