@@ -10,6 +10,7 @@ Importing this module imports no compiler, and kernels that lie in the cache nee
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -329,6 +330,28 @@ def warmup(
     if lost := sum(not _is_saved(kernel) for kernel in kernels):
         raise CompileError(f"{lost} of {len(kernels)} kernels are not in the cache, which is {describe_cache()}")
     return variants
+
+
+def export(variants: Sequence[Variant], folder: str | os.PathLike) -> Path:
+    """Copy compiled variants into a folder that serves as a cache of its own: the way to machines without nvcc.
+
+    Kernels hold machine code, so a copy is all that it takes; `TILELANG_CACHE_DIR=folder` points at it there, with the
+    same version of TileLang and of this package. What lies in the folder already stays.
+
+    Raises:
+        CompileError: if a variant is neither in the cache nor can be compiled.
+    """
+    folder = Path(folder)
+    for variant in variants:
+        entry = Path(compiled(variant)._tilelang_cache_path)
+        inside = entry.relative_to(cache_folder().resolve() if entry.is_absolute() else cache_folder())
+        staged = folder / inside.parent / f".{inside.name}.{os.getpid()}"
+        if not (folder / inside).is_dir():
+            shutil.copytree(entry, staged)
+            with contextlib.suppress(FileExistsError):
+                staged.rename(folder / inside)  # whole or not at all
+            shutil.rmtree(staged, ignore_errors=True)
+    return folder
 
 
 def _is_saved(kernel: Callable) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,7 @@ def slow_compiler(monkeypatch):
         return variant.name
 
     monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(compile, "_failures", {})
     monkeypatch.setattr(compile, "_load_or_compile", slow)
     monkeypatch.setattr(compile, "_is_saved", lambda _: True)
     return calls
@@ -400,3 +402,44 @@ def test_processes_compile_into_one_empty_cache(cache):
     assert all(cache.builds(process) <= 1 for process in processes)
     assert len(cache.entries("*/*/kernels/*")) == 1
     assert cache.builds() == 0
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_exported_kernels_run_without_nvcc(cache, monkeypatch, tmp_path):
+    """A copy of the cache is all that a machine without a compiler needs, and holds nothing but what was asked for."""
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(cache.folder))
+    monkeypatch.setattr(compile, "_kernels", {})
+    exported = Cache(compile.export([CHEAPEST], tmp_path / "exported"))
+    compile.export([CHEAPEST], exported.folder)  # again: nothing happens
+    assert len(exported.entries("*/*/kernels/*")) == 1 and not exported.entries("*/*/kernels/.*")
+    shutil.rmtree(cache.folder)
+    assert exported.builds(exported.start(PATH="/nowhere", CUDA_HOME="/nowhere")) == 0
+
+
+# ---- no compiler
+
+
+def test_shortage(bare, monkeypatch, tmp_path):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile, "_kernels", {})
+    compile.shortage.cache_clear()
+    try:
+        (reason,) = compile.shortage()
+        assert "no CUDA compiler" in reason and str(tmp_path / "cache") in reason
+        (tmp_path / "cache" / "0.1" / "linux" / "kernels" / "abc").mkdir(parents=True)
+        compile.shortage.cache_clear()
+        assert compile.shortage() == []
+        shutil.rmtree(tmp_path / "cache")
+        bare("path", "nvcc")
+        compile.shortage.cache_clear()
+        assert compile.shortage() == []
+    finally:
+        compile.shortage.cache_clear()
+
+
+def test_a_failed_compilation_is_tried_once(slow_compiler):
+    for _ in range(3):
+        with pytest.raises(CompileError, match="bad luck"):
+            compile.compiled(VARIANTS[1])
+    assert len(slow_compiler) == 1
