@@ -109,10 +109,9 @@ def _serve(*arguments: Any) -> tuple[Tensor, Tensor]:
         result = backends.hopper_forward(operands, options, plan, serving)
     o, final_state = _reference(operands, options, serving) if result is None else result
     nothing = operands.q.new_empty(0, dtype=compute_dtype(operands.q))
-    absent = final_state is None or serving.inplace_final_state
     return (
         o if serving.out is None else operands.q.new_empty(0),
-        nothing if absent else final_state,
+        nothing if final_state is None or serving.inplace_final_state else final_state,
     )
 
 
@@ -178,14 +177,13 @@ def _reference(operands: Operands, options: Options, serving: Serving) -> tuple[
     if serving.states is None:
         o, final_state = ops.reference_forward(inner, options)
     else:
-        o, final_state = _along_the_way(inner, options, serving)
+        o, final_state = _along_the_way(inner, options, serving, serving.states)
         final_state = final_state if asked_for or serving.inplace_final_state else None
     return serving.scatter(o, final_state, operands)
 
 
-def _along_the_way(operands: Operands, options: Options, serving: Serving) -> tuple[Tensor, Tensor]:
-    """Every ``states_every`` chunks the state goes to its row of ``serving.states``: eq. 1.1 to 1.3, cut there."""
-    assert serving.states is not None
+def _along_the_way(operands: Operands, options: Options, serving: Serving, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Every ``states_every`` chunks the state goes to its row of ``states``: eq. 1.1 to 1.3, cut there."""
     B, tokens = operands.v.shape[:2]
     step = CHUNK_SIZE * serving.states_every
     if operands.cu_seqlens is None:
@@ -207,9 +205,10 @@ def _along_the_way(operands: Operands, options: Options, serving: Serving) -> tu
                 **{name: getattr(operands, name)[b : b + 1, piece] for name in ("q", "k", "v", "g", "beta")},
                 initial_state=state, cu_seqlens=None, cu_seqlens_cpu=None,
             )  # fmt: skip
-            o[b : b + 1, piece], state = ops.reference_forward(part, options)
+            o[b : b + 1, piece], after = ops.reference_forward(part, options)
+            state = states.new_zeros(()) if after is None else after  # never None: the options ask for it
             if end - begin == step:
-                serving.states[row + begin // step] = state[0]
-        finals.append(state)
-    empty = serving.states.new_empty((0, *serving.states.shape[1:]))
+                states[row + begin // step] = state[0]
+        finals += [] if state is None else [state]
+    empty = states.new_empty((0, *states.shape[1:]))
     return o, torch.cat(finals) if finals else empty

@@ -265,7 +265,7 @@ def _find_shape_problems(call: Call, sound: set[str]) -> list[Problem]:
     }
     if call.cu_seqlens is None or (isinstance(call.cu_seqlens, Tensor) and call.cu_seqlens.dim() == 1):
         expected |= {"initial_state": call.state_shape, "dht": call.state_shape}
-        if call.state_indices is not None and "initial_state" in sound:  # a pool of any number of slots
+        if call.state_indices is not None and isinstance(call.initial_state, Tensor):  # a pool of any number of slots
             expected["initial_state"] = (call.initial_state.shape[0], *call.state_shape[1:])
     layouts = {
         "g": "[B, T, HV]",

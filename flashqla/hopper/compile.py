@@ -174,6 +174,20 @@ def packaged(distribution: str, tool: str) -> list[Path]:
     return [Path(file.locate()) for file in files if file.parts[-2:] == ("bin", tool)]
 
 
+@functools.cache
+def wrong_companion() -> str | None:
+    """One line if the installed TileLang is not the one that this package was made for; None if it is."""
+    try:
+        needed = importlib.metadata.requires("flashqla") or []
+        found = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a source tree without installation, or no TileLang, which the import will say
+    exact = next((match[1] for text in needed if (match := re.match(r"tilelang\s*==\s*([\w.]+)", text))), None)
+    if exact is None or found.split("+")[0] == exact:
+        return None
+    return f'the kernels need tilelang {exact}, installed is {found}: pip install "tilelang=={exact}"'
+
+
 def require_nvcc() -> Path:
     """The CUDA compiler, which TileLang will use from now on; CompileError where there is none."""
     nvcc = find_nvcc()
@@ -254,6 +268,8 @@ def builds() -> int:
 
 
 def _load_or_compile(variant: Variant, remark: str) -> Callable:
+    if wrong := wrong_companion():
+        raise CompileError(wrong)
     import tilelang
     from tilelang.instrumentation import register_pass_instrumentation_tool
 
@@ -276,8 +292,8 @@ def _compilation_begins() -> Any:
     global _builds
     from tilelang.instrumentation import PassInstrumentationTool
 
-    if _current.get() is not None:
-        variant, remark = _current.get()
+    if (current := _current.get()) is not None:
+        variant, remark = current
         nvcc = require_nvcc()
         with _lock:
             _builds += 1
@@ -343,7 +359,7 @@ def export(variants: Sequence[Variant], folder: str | os.PathLike) -> Path:
     """
     folder = Path(folder)
     for variant in variants:
-        entry = Path(compiled(variant)._tilelang_cache_path)
+        entry = Path(getattr(compiled(variant), "_tilelang_cache_path"))  # noqa: B009 (not in the type)
         inside = entry.relative_to(cache_folder().resolve() if entry.is_absolute() else cache_folder())
         staged = folder / inside.parent / f".{inside.name}.{os.getpid()}"
         if not (folder / inside).is_dir():

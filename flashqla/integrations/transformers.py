@@ -26,7 +26,7 @@ import flashqla
 from flashqla.integrations import fla
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": flashqla.chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": flashqla.fused_recurrent_gated_delta_rule,
 }
