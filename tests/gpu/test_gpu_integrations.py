@@ -14,7 +14,7 @@ from flashqla.integrations import fla as door
 from flashqla.integrations import transformers as model_door
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-import models  # noqa: E402
+import models
 
 DEVICE = "cuda"
 
