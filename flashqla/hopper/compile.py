@@ -105,7 +105,8 @@ class Variant:
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
         if self.kernel == "recurrent":
-            return Budget(threads=128, ctas_per_sm=self.module.CTAS_PER_SM, wgmma=False)
+            ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
+            return Budget(threads=128, ctas_per_sm=ctas, wgmma=False)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
