@@ -55,6 +55,8 @@ class Shape:
 def main(arguments: argparse.Namespace) -> int:
     """The command; arguments as `flashqla.cli` defines them. Returns 1 when contenders disagree on the CPU, or when
     the library has no time for a row on the GPU."""
+    if arguments.decode:
+        return importlib.import_module("flashqla.bench_decode").main(arguments)
     if not arguments.cpu:
         return main_on_gpu(arguments)
     rows = cpu_rows([Shape(4, 8, 1, arguments.tokens)])

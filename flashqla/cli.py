@@ -62,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    bench.add_argument(
+        "--decode", action="store_true", help="on a GPU: a few tokens of many sequences, against fla-core"
+    )
     for direction, says in (
         ("forward", "the forward (default)"),
         ("backward", "the backward alone"),
