@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, ops, serving, validation, validation_serving
+from . import backends, ops, serving, validation
 from .operands import Gradients, Operands, Options, make_plan
 from .plan import Plan
 from .validation import Call
@@ -275,7 +275,7 @@ def is_supported(
     elif not reasons and backend == "hopper":
         form = "recurrent" if function is fused_recurrent_gated_delta_rule else "chunked"
         operands, flags = _lower(call, form)
-        reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags))
+        reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags), serving.Serving.of(call))
     return not reasons, reasons
 
 
@@ -299,13 +299,13 @@ def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form
     validation.require(function, call, unknown)
     if call.backend == "fla" or backends.prefers_fla(function, call):
         return backends.run_fla(function, call)
-    if validation_serving.wanted(call):
+    if (served := serving.Serving.of(call)) is not None:
         serving.refuse_gradients(function, call)
         if run is not ops.differentiable and run is not ops.forward:
             raise NotImplementedError(f"{function}: pools and buffers are for the forward alone")
         if form == "recurrent" and call.states is not None:
             raise NotImplementedError(f"{function}: states: must be None token by token, which has no chunks")
-        return serving.run(function, call, *_lower(call, form))
+        return serving.run(function, call, served, *_lower(call, form))
     if call.context_parallel is True:
         if form == "recurrent":
             text = "context_parallel: must be False or 'auto' token by token, which has no segments, got True"

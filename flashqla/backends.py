@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import validation_serving
 from .operands import Operands, Options
 from .plan import Plan
 from .validation import Call
@@ -30,7 +31,7 @@ logger = logging.getLogger("flashqla")
 FLA_FUNCTIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 NOT_FOR_FLA = (
     *("chunk_indices", "cp_context", "chunk_size", "plan", "context_parallel", "backend", "cp_group"),
-    *("gk", "gv", "do", "dht"),
+    *("gk", "gv", "do", "dht", "inplace_final_state", "states_every", *validation_serving.BUFFERS),
 )
 """Fields of a call that flash-linear-attention's functions do not take, or that the call leaves empty."""
 
@@ -211,6 +212,8 @@ def _fla_call_refusals(function: str, call: Call) -> list[str]:
         refusals.append(f"has only {' and '.join(FLA_FUNCTIONS)}")
     if call.context_parallel is True:
         refusals.append("has no context_parallel=True on one device")
+    if validation_serving.wanted(call):
+        refusals.append("has no pools or buffers")
     if call.backend == "auto":  # what FLA would take and then fail on, or compute otherwise
         if call.q.dtype == torch.float64:
             refusals.append("has no float64")

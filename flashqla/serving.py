@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, ops
+from . import backends, ops, validation_serving
 from .operands import Operands, Options, make_plan
 from .plan import CHUNK_SIZE, sequence_lengths
 from .reference.layout import compute_dtype
@@ -28,6 +28,20 @@ class Serving(NamedTuple):
     states: Tensor | None
     states_every: int
     inplace_final_state: bool
+
+    @classmethod
+    def of(cls, call: Call) -> Serving | None:
+        """That of a call; None for a plain one."""
+        if not validation_serving.wanted(call):
+            return None
+        return cls(
+            state_indices=call.state_indices,
+            has_initial_state=call.has_initial_state,
+            out=call.out,
+            states=call.states,
+            states_every=call.states_every or 0,
+            inplace_final_state=bool(call.inplace_final_state),
+        )
 
     def keywords(self) -> dict[str, Any]:
         """For a kernel that does all of this by itself."""
@@ -116,12 +130,10 @@ def _serve(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def run(function: str, call: Call, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def run(
+    function: str, call: Call, serving: Serving, operands: Operands, options: Options
+) -> tuple[Tensor, Tensor | None]:
     """Output (``call.out`` if given) and final state (``call.initial_state`` in place, or None)."""
-    serving = Serving(
-        call.state_indices, call.has_initial_state, call.out, call.states, call.states_every or 0,
-        bool(call.inplace_final_state),
-    )  # fmt: skip
     _check_indices(function, call)
     o, final_state = torch.ops.flashqla.gated_delta_rule_serve(*operands, *options, *serving)
     o = o if call.out is None else call.out
@@ -145,7 +157,7 @@ def _check_indices(function: str, call: Call) -> None:
     indices = call.state_indices
     if indices is None or call.initial_state is None or torch.compiler.is_compiling():
         return
-    if indices.device.type not in ("cpu",) and not debug_enabled():
+    if indices.device.type != "cpu" and not debug_enabled():
         return
     values = [index for index in indices.tolist() if index >= 0]
     slots = call.initial_state.shape[0]

@@ -374,11 +374,14 @@ def test_other_gpus_run_fla(other_gpu, caplog, function):
         for _ in range(2):
             assert function(**made.arguments())[0].count_nonzero() == 0
     assert [(name, inside) for name, _, inside in other_gpu] == [(function.__name__, True)] * 2
+    theirs = inspect.signature(chunk_gated_delta_rule).parameters
+    own = {"plan", "context_parallel", "backend", "cp_group", "out", "states", "states_every", "state_indices"}
+    assert set(other_gpu[0][1]) <= set(theirs) - own - {"has_initial_state", "inplace_final_state"}
     assert not backends.inside_fla()
     assert caplog.messages == ["backend fla: needs 9.0 (Hopper), got 8.0 (A100)"]
 
 
-@pytest.mark.parametrize("reason", ["fla-core is missing", "float64", "gradients token by token", "compiled"])
+@pytest.mark.parametrize("reason", ["pool", "fla-core is missing", "float64", "gradients token by token", "compiled"])
 def test_other_gpus_fall_back_on_the_reference(other_gpu, caplog, reason, monkeypatch):
     made = inputs(tokens=8, dtype=torch.float64 if reason == "float64" else torch.float32)
     function = chunk_gated_delta_rule
@@ -386,11 +389,13 @@ def test_other_gpus_fall_back_on_the_reference(other_gpu, caplog, reason, monkey
         monkeypatch.setattr(backends, "_fla_import_problem", lambda: ["needs the package fla-core"])
     if reason == "gradients token by token":
         made, function = made.requires_grad(), fused_recurrent_gated_delta_rule
-    expected = function(**made.arguments(), backend="reference")[0]
+    options = {"inplace_final_state": True} if reason == "pool" else {}
+    state = made.initial_state.clone()
+    expected = function(**made.arguments(initial_state=state), backend="reference", **options)[0]
     if reason == "compiled":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with caplog.at_level(logging.INFO, logger="flashqla"):
-        assert torch.equal(function(**made.arguments())[0], expected)
+        assert torch.equal(function(**made.arguments(), **options)[0], expected)
     assert not other_gpu
     if reason != "compiled":
         assert "got 8.0 (A100); " in caplog.messages[0]

@@ -298,7 +298,9 @@ def _compilation_begins() -> Any:
         nvcc = require_nvcc()
         with _lock:
             _builds += 1
-        logger.info("compiling %s%s with %s; cache: %s", variant.name, remark and f" ({remark})", nvcc, cache_folder())
+            left = sum(common not in _kernels for common in select())
+        remark = remark or f"on demand; {left} of the {len(select())} common kernels are not loaded, see warmup"
+        logger.info("compiling %s (%s) with %s; cache: %s", variant.name, remark, nvcc, cache_folder())
     return PassInstrumentationTool()
 
 
