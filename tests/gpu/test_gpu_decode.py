@@ -175,3 +175,46 @@ def test_same_bits():
 def test_it_is_what_auto_takes():
     made = testing.inputs(2, 1, 2, 4, 128, 128, dtype=torch.bfloat16, device=DEVICE)
     assert is_supported(**made.arguments(), function=fused_recurrent_gated_delta_rule) == (True, [])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prefill_from_a_pool_waits_for_nothing_and_is_captured(packed):
+    """The chunk kernels between a gather and a scatter of the listed slots, one of them skipped."""
+    lengths = (100, 0, 37, 64) if packed else None
+    made = testing.inputs(
+        1 if packed else 4, 201 if packed else 70, 2, 4, 128, 128, lengths=lengths, dtype=torch.bfloat16, device=DEVICE
+    )
+    before = torch.randn(8, 4, 128, 128, device=DEVICE)
+    pool, slots = before.clone(), torch.tensor([6, 1, -1, 0], dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(made.v, 7)
+
+    def prefill():
+        with torch.no_grad():
+            chunk_gated_delta_rule(
+                **made.arguments(initial_state=pool), state_indices=slots, inplace_final_state=True, out=out,
+                backend="hopper",
+            )  # fmt: skip
+
+    prefill()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            prefill()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pool.copy_(before)
+    graph.replay()
+    with torch.no_grad():
+        o, final = chunk_gated_delta_rule(
+            **made.arguments(initial_state=before[slots.clamp(min=0).long()]), output_final_state=True, backend="hopper"
+        )
+    live = [0, 1, 3]
+    assert torch.equal(pool[slots[live].long()], final[live])
+    rest = [2, 3, 4, 5, 7]
+    assert torch.equal(pool[rest], before[rest])
+    if packed:
+        assert torch.equal(out[:, :100], o[:, :100]) and not out[:, 100:137].any()
+        assert torch.equal(out[:, 137:], o[:, 137:])
+    else:
+        assert torch.equal(out[live], o[live]) and not out[2].any()
