@@ -64,6 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    bench.add_argument(
+        "--decode", action="store_true", help="on a GPU: a few tokens of many sequences, against fla-core"
+    )
     for direction, says in (
         ("forward", "the forward (default)"),
         ("backward", "the backward alone"),
@@ -97,6 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
     warmup.add_argument("--all", action="store_true", help="also head dimensions of 64 and gates in bfloat16")
     warmup.add_argument("--workers", type=positive_int, help="kernels to compile at a time (default: one a CPU)")
     warmup.add_argument("--report", action="store_true", help="also print what they use of registers and memory")
+    warmup.add_argument(
+        "--export",
+        metavar="DIR",
+        help="also copy them to DIR; a machine without nvcc runs them with TILELANG_CACHE_DIR=DIR",
+    )
     warmup.set_defaults(command=run_warmup)
     return parser
 
@@ -112,6 +120,9 @@ def run_warmup(arguments: argparse.Namespace) -> int:
         variants = compiler.warmup(arguments.dtype, arguments.all, arguments.workers)
         new = compiler.builds() - before
         print(f"{len(variants)} kernels ready, {new} of them new; cache: {compiler.describe_cache()}")
+        if arguments.export:
+            folder = compiler.export(variants, arguments.export)
+            print(f"exported; on a machine without nvcc: export TILELANG_CACHE_DIR={folder.resolve()}")
         text, ok = resources.report(variants, arguments.workers) if arguments.report else ("", True)
     except ImportError as error:
         raise UserError(f"there are no kernels to compile in this installation ({error})") from error

@@ -114,7 +114,7 @@ class Plan:
             _check_lengths(lengths, tokens, cu_seqlens_shape)
             num_sequences, max_seqlen = len(lengths), max(lengths, default=0)
             num_chunks = sum(_chunks(length) for length in lengths)
-        elif packed:
+        elif cu_seqlens_shape is not None:
             num_sequences, max_seqlen = int(cu_seqlens_shape[0]) - 1, tokens
             num_chunks = tokens // CHUNK_SIZE + num_sequences
         else:
@@ -122,7 +122,7 @@ class Plan:
             num_chunks = batch * _chunks(tokens)
         if block_dv is None:
             costs = split_costs(num_sequences * num_value_heads, head_dim_v, sm_count)
-            block_dv = min(costs, key=costs.get, default=head_dim_v)
+            block_dv = min(costs, key=costs.__getitem__, default=head_dim_v)
         elif block_dv < 1 or head_dim_v % block_dv:
             raise ValueError(f"block_dv: must divide V = {head_dim_v}, got {block_dv}")
         return cls(

@@ -139,9 +139,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             s_free = T.alloc_barrier(arrive_count=[32] * 2)
             w_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             w_free = T.alloc_barrier(arrive_count=[32])
-            T.annotate_layout(
-                {W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)}
-            )
+            T.annotate_layout({W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)})
 
             T.pdl_trigger()  # `backward_state` needs nothing from here: it may fill the SMs that this leaves
             thread = T.get_thread_binding()
@@ -274,9 +272,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
                         T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
                         T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
-                        T.tma_copy(
-                            do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land]
-                        )
+                        T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot + n - 1 - i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
                         T.barrier_arrive(full[land])
                         if valid < C:

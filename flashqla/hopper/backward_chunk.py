@@ -455,8 +455,16 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             i_k = item % H
                             T.barrier_wait(pair_free[b], (y // 2 + 1) % 2)
                             land = T.if_then_else(where[1] >= C, b, 2)
-                            T.tma_copy(q[where[0] : where[0] + C, i_k, 0:DK], pairs_shared[2 * b, :, :], barrier=pair_full[land])
-                            T.tma_copy(k[where[0] : where[0] + C, i_k, 0:DK], pairs_shared[2 * b + 1, :, :], barrier=pair_full[land])
+                            T.tma_copy(
+                                q[where[0] : where[0] + C, i_k, 0:DK],
+                                pairs_shared[2 * b, :, :],
+                                barrier=pair_full[land],
+                            )
+                            T.tma_copy(
+                                k[where[0] : where[0] + C, i_k, 0:DK],
+                                pairs_shared[2 * b + 1, :, :],
+                                barrier=pair_full[land],
+                            )
                             T.barrier_arrive(pair_full[land])
                             if where[1] < C:
                                 # Rows past the end belong to the next sequence or to nobody, and may be NaN.

@@ -50,6 +50,7 @@ def forward(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
     plan: Plan,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
@@ -57,7 +58,7 @@ def forward(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device) if out is None else out
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     final_state = initial = None
@@ -83,7 +84,8 @@ def forward(
     flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
-        kernel("gated_inverse", dtype=dtype_name(q), gate_dtype=dtype_name(g), head_dim=K, heads=heads, beta_dtype=dtype_name(beta))(
+        dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
+        kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
             k,
             g,
             beta,
@@ -104,7 +106,7 @@ def forward(
             offsets,
             no_state if initial is None else initial,
             final,
-            o.view(B * T, HV, V),
+            o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
             float(scale),
             int(initial is not None),
             int(output_final_state),
