@@ -163,7 +163,7 @@ def race(replays: dict[str, Replay]) -> dict[str, list[float]]:
     }
 
 
-def host_us(run: Run, repetitions: int = 50) -> float:
+def host_us(run: Callable[[], Any], repetitions: int = 50) -> float:
     """Median microseconds until a call returns, made while the GPU is idle."""
     samples = []
     for _ in range(repetitions):
@@ -181,7 +181,8 @@ def measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]
     """One row as JSON: errors, then times (median, and 10th and 90th percentile) of those who are right.
 
     `skipped` says why a contender has no time, `first_call_s` how long its first call took (import and compilation,
-    where this row is the first to need them), `host_us` what our call costs the host.
+    where this row is the first to need them), `host_us` what a call costs the host: ours with a plan and without, and
+    each peer's.
     """
     if direction != "forward":
         made = made.requires_grad()
@@ -219,9 +220,10 @@ def measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]
             times[name] = statistics.median(samples)
             deciles = statistics.quantiles(samples, n=10)
             spread[name] = [deciles[0], deciles[-1]]
-        if OURS in times and direction == "forward":
-            for key, reuse_plan in (("plan reused", True), ("plan made", False)):
-                host[key] = host_us(CONTENDERS[OURS](made, row.lengths, reuse_plan))
+        for key, reuse_plan in (("plan reused", True), ("plan made", False)) if OURS in times else ():
+            host[key] = host_us(call_of(direction, CONTENDERS[OURS](made, row.lengths, reuse_plan), made))
+        for name in times.keys() & set(peers):
+            host[name] = host_us(calls[name])
     return measured
 
 

@@ -1,4 +1,4 @@
-"""The command line: python -m flashqla demo | doctor | selftest | bench | calibrate | warmup.
+"""The command line: python -m flashqla demo | doctor | selftest | bench | report | calibrate | warmup.
 
 Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
 stderr says why), 130 interrupted.
@@ -59,9 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     selftest.add_argument("--backend", default="auto", choices=BACKENDS, help="judge this backend (default: auto)")
     selftest.add_argument("--only", default="", metavar="TEXT", help="only the cases whose name holds this text")
     selftest.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+    selftest.add_argument("--fuzz", type=natural, metavar="SECONDS", help="random cases instead, for this time")
+    selftest.add_argument("--seed", type=natural, default=0, help="seed of the first random case (default: 0)")
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    bench.add_argument(
+        "--decode", action="store_true", help="on a GPU: a few tokens of many sequences, against fla-core"
+    )
     for direction, says in (
         ("forward", "the forward (default)"),
         ("backward", "the backward alone"),
@@ -76,11 +81,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help='only these rows, as in "2/8 1x32768,16/64" (no lengths: all with these heads)',
     )
+    bench.add_argument("--cold", action="store_true", help="also time first calls in processes with empty caches")
     bench.add_argument("--plot", metavar="FILE", help="also draw a bar chart of the best peer against the library")
     bench.add_argument(
         "--tokens", type=positive_int, default=4096, help="tokens of the CPU rows (default: %(default)s)"
     )
     bench.add_argument("--json", metavar="FILE", help="also write machine, versions and rows here")
+
+    report = command("report", "flashqla.report", "Write the README's results and figures from the committed files.")
+    report.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is out of date")
+    report.add_argument("--root", metavar="DIR", help="the checkout (default: the one this package is imported from)")
 
     calibrate = command("calibrate", "flashqla.calibrate", "Measure what the plan's cost model needs, on this GPU.")
     calibrate.add_argument("--json", metavar="FILE", help="write it here; flashqla/costs.json is what plans read")
@@ -93,6 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     warmup.add_argument("--all", action="store_true", help="also head dimensions of 64 and gates in bfloat16")
     warmup.add_argument("--workers", type=positive_int, help="kernels to compile at a time (default: one a CPU)")
     warmup.add_argument("--report", action="store_true", help="also print what they use of registers and memory")
+    warmup.add_argument(
+        "--export",
+        metavar="DIR",
+        help="also copy them to DIR; a machine without nvcc runs them with TILELANG_CACHE_DIR=DIR",
+    )
     warmup.set_defaults(command=run_warmup)
     return parser
 
@@ -108,6 +123,9 @@ def run_warmup(arguments: argparse.Namespace) -> int:
         variants = compiler.warmup(arguments.dtype, arguments.all, arguments.workers)
         new = compiler.builds() - before
         print(f"{len(variants)} kernels ready, {new} of them new; cache: {compiler.describe_cache()}")
+        if arguments.export:
+            folder = compiler.export(variants, arguments.export)
+            print(f"exported; on a machine without nvcc: export TILELANG_CACHE_DIR={folder.resolve()}")
         text, ok = resources.report(variants, arguments.workers) if arguments.report else ("", True)
     except ImportError as error:
         raise UserError(f"there are no kernels to compile in this installation ({error})") from error

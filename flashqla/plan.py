@@ -128,7 +128,7 @@ class Plan:
             _check_lengths(lengths, tokens, cu_seqlens_shape)
             num_sequences, max_seqlen = len(lengths), max(lengths, default=0)
             num_chunks = sum(_chunks(length) for length in lengths)
-        elif packed:
+        elif cu_seqlens_shape is not None:
             num_sequences, max_seqlen = int(cu_seqlens_shape[0]) - 1, tokens
             num_chunks = tokens // CHUNK_SIZE + num_sequences
         else:

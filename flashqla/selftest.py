@@ -36,8 +36,9 @@ FLOOR = 1e-3
 class Case:
     """One row of the table: sizes and values for `testing.inputs`, and flags for the call.
 
-    With `lengths` the sequences are packed, and `tokens` beyond their sum are padding full of NaN. A gate, l2norm or
-    beta activation inside the call gets raw inputs instead of finished ones.
+    A share `resets` of the tokens has a log decay of -300, which forgets the state. With `lengths` the sequences are
+    packed, and `tokens` beyond their sum are padding full of NaN. A gate, l2norm or beta activation inside the call
+    gets raw inputs instead of finished ones.
     """
 
     name: str
@@ -51,6 +52,9 @@ class Case:
     gate: float | None = None
     initial_state: bool = True
     flags: dict[str, bool] = field(default_factory=dict)
+    scale: float | None = None
+    resets: float = 0.0
+    seed: int = 0
 
     def arguments(self, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
         """Arguments of the call (leaves where gradients are due) and the gradients of its two results."""
@@ -64,10 +68,13 @@ class Case:
             lengths=self.lengths,
             initial_state=self.initial_state,
             dtype=self.dtype,
+            seed=self.seed,
         )
-        arguments = made.arguments(output_final_state=True, **self.flags)
+        arguments = made.arguments(output_final_state=True, scale=self.scale, **self.flags)
         dht = made.dht
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        if self.resets:
+            arguments["g"][torch.rand(made.g.shape, generator=generator) < self.resets] = -300.0
         value_heads = self.heads[1]
         if self.flags.get("use_qk_l2norm_in_kernel"):
             arguments["q"], arguments["k"] = 3 * arguments["q"], 5 * arguments["k"]
@@ -145,12 +152,40 @@ CASES = [
     Case("float16, exp(-5) a token", HALF, gate=-5.0),
     Case("float32, K = 48, V = 80", SINGLE, head_dims=(48, 80), lengths=RAGGED),
     Case("float64, everything in the op", DOUBLE, head_dims=(32, 48), flags=_flags(L2NORM, GATE, BETA, V_FIRST)),
+    Case("15 tokens", tokens=15),
+    Case("128 tokens: two chunks", tokens=128),
+    Case("129 tokens", tokens=129),
+    Case("600 tokens", tokens=600, heads=(1, 2)),
+    Case("3 sequences around a chunk", lengths=(63, 64, 23)),
+    Case("one long, many short", tokens=230, lengths=(150, *[5] * 16)),
+    Case("60 sequences of 1", tokens=60, lengths=(1,) * 60),
+    Case("one token among empty sequences", tokens=9, lengths=(0, 1, 0)),
+    Case("batch of 4 short ones", batch=4, tokens=33, heads=(1, 4)),
+    Case("4 value heads a key head", heads=(1, 4)),
+    Case("8 value heads a key head", heads=(1, 8), tokens=80),
+    Case("1 head", heads=(1, 1)),
+    Case("weak decay, exp(-1e-4) a token", gate=-1e-4, tokens=300, heads=(1, 2)),
+    Case("decay exp(-0.3) a token", gate=-0.3),
+    Case("hard resets", resets=0.05),
+    Case("hard resets, no other decay", resets=0.02, gate=0.0, tokens=300, heads=(1, 2)),
+    Case("hard resets, packed", resets=0.1, lengths=RAGGED),
+    Case("scale 1", scale=1.0),
+    Case("scale 0.5, states [V, K]", scale=0.5, flags=_flags(V_FIRST)),
+    Case("recipe of the faults", recipe="faults"),
+    Case("float16, packed", HALF, lengths=RAGGED),
+    Case("float16, everything in the op", HALF, flags=_flags(L2NORM, GATE, BETA, NEGATIVE)),
+    Case("float16, K = V = 64", HALF, head_dims=(64, 64)),
+    Case("float32, hard resets", SINGLE, head_dims=(64, 64), resets=0.05),
 ]
 """The whole table."""
 
 
 def main(arguments: argparse.Namespace) -> int:
     """The command; arguments as `flashqla.cli` defines them. Returns 1 when a limit is broken."""
+    if arguments.fuzz is not None:
+        from flashqla import fuzz
+
+        return fuzz.main(arguments)
     device = pick_device(arguments.device)
     cases = [case for case in CASES if arguments.only in case.name]
     if not cases:
@@ -172,8 +207,11 @@ def run(cases: Iterable[Case], device: torch.device, backend: str = "auto") -> l
         torch.set_num_threads(threads)
 
 
-def judge(case: Case, device: torch.device, backend: str = "auto") -> dict[str, Any]:
-    """Run one case: every result's error, the limits, and whether they hold. A refused call counts as a failure."""
+def judge(
+    case: Case, device: torch.device, backend: str = "auto", oracle: Callable = testing.oracle64
+) -> dict[str, Any]:
+    """Run one case: every result's error against the oracle in float64, the limits, and whether they hold. A refused
+    call counts as a failure."""
     arguments, gradients = case.arguments(device)
     row = {"name": case.name, "dtype": str(case.dtype).removeprefix("torch."), "case": describe(case)}
     forward_limit, backward_limit = LIMITS[case.dtype]
@@ -183,7 +221,7 @@ def judge(case: Case, device: torch.device, backend: str = "auto") -> dict[str, 
         mine = results(flashqla.chunk_gated_delta_rule, arguments | {"backend": backend}, gradients)
     except (TypeError, ValueError, NotImplementedError) as error:
         return row | {"ok": False, "refused": str(error)}
-    expected = results(testing.oracle64, *exact(case, arguments, gradients))
+    expected = results(oracle, *exact(case, arguments, gradients))
 
     errors = {name: measure(tensor, expected[name]) for name, tensor in mine.items()}
     forward = {name: error["error"] for name, error in errors.items() if not name.startswith("d_")}

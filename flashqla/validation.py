@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import validation_serving
 from .plan import CP_THRESHOLD, Plan, sequence_lengths
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,6 +31,7 @@ FLAGS = (
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
     "state_v_first",
+    "inplace_final_state",
 )
 
 RESERVED = {
@@ -74,6 +76,12 @@ class Call(NamedTuple):
     cp_threshold: float | None = CP_THRESHOLD
     backend: str = "auto"
     cp_group: Any = None
+    state_indices: Tensor | None = None
+    has_initial_state: Tensor | None = None
+    inplace_final_state: bool = False
+    out: Tensor | None = None
+    states: Tensor | None = None
+    states_every: int | None = None
     gk: Tensor | None = None
     gv: Tensor | None = None
     do: Tensor | None = None
@@ -160,6 +168,7 @@ def find_problems(call: Call) -> list[Problem]:
         *_find_tensor_problems(call),
         *_find_option_problems(call),
         *_find_sequence_problems(call),
+        *validation_serving.find_problems(call),
     ]
 
 
@@ -257,6 +266,8 @@ def _find_shape_problems(call: Call, sound: set[str]) -> list[Problem]:
     }
     if call.cu_seqlens is None or (isinstance(call.cu_seqlens, Tensor) and call.cu_seqlens.dim() == 1):
         expected |= {"initial_state": call.state_shape, "dht": call.state_shape}
+        if call.state_indices is not None and isinstance(call.initial_state, Tensor):  # a pool of any number of slots
+            expected["initial_state"] = (call.initial_state.shape[0], *call.state_shape[1:])
     layouts = {
         "g": "[B, T, HV]",
         "beta": "[B, T, HV]",

@@ -26,6 +26,7 @@ from flashqla import (
     is_supported,
     ops,
 )
+from flashqla.hopper.compile import CompileError
 from flashqla.operands import Operands, Options
 from flashqla.testing import check_outcome, inputs, oracle64, outcome
 
@@ -241,12 +242,21 @@ def pretend_hopper(monkeypatch):
     def forward(q, k, v, g, beta, *, plan, **keywords):
         calls.append(plan)
         names = ("scale", "initial_state", "output_final_state", "state_v_first", "cu_seqlens")
-        return flashqla.reference.chunked(q, k, v, g, beta, **{name: keywords[name] for name in names})
+        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
+        return flashqla.reference.chunked(q, k, v, g, beta, **same)
+
+    def backward(do, dht, q, k, v, g, beta, *, plan, needed, **keywords):
+        names = ("scale", "initial_state", "state_v_first", "cu_seqlens")
+        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
+        *per_token, dinitial_state = flashqla.reference.backward(q, k, v, g, beta, do, dht=dht, **same)
+        return [*per_token, None, None, dinitial_state]
 
     launch.refusals = lambda *tensors, plan, **flags: launch.reasons
     launch.forward = forward
     package = types.ModuleType("flashqla.hopper")
-    package.launch = launch
+    package.launch = package.launch_recurrent = launch
+    package.launch_backward = types.SimpleNamespace(backward=backward)
+    package.compile = types.SimpleNamespace(shortage=list, CompileError=CompileError)
     monkeypatch.setitem(sys.modules, "flashqla.hopper", package)
     monkeypatch.setattr(flashqla, "hopper", package, raising=False)
     monkeypatch.setattr(backends, "device_refusals", lambda device=None: [])
@@ -339,5 +349,96 @@ def test_fla_not_installed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    backends._fla_import_problem.cache_clear()
     ok, reasons = is_supported(backend="fla")
+    backends._fla_import_problem.cache_clear()
     assert not ok and reasons[0].startswith("needs the package fla-core (pip install fla-core)")
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(pretend_hopper, caplog):
+    def forward(*tensors, **keywords):
+        raise CompileError("no CUDA compiler: set CUDA_HOME")
+
+    pretend_hopper.forward = forward
+    made = inputs(tokens=8)
+    expected = outcome(chunk_gated_delta_rule, made, backend="reference")
+    for _ in range(2):
+        results = outcome(chunk_gated_delta_rule, made)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    (line,) = [record for record in caplog.records if record.name == "flashqla"]
+    assert line.levelno == logging.WARNING and "reference: no CUDA compiler" in line.getMessage()
+    call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    with pytest.raises(CompileError):
+        ops.forward(call, options)
+
+
+def test_no_compiler_and_no_cache_is_a_reason(pretend_hopper, caplog):
+    flashqla.hopper.compile.shortage = lambda: ["no CUDA compiler: set CUDA_HOME; and no compiled kernel lies in /x"]
+    made = inputs(tokens=8)
+    for _ in range(2):
+        chunk_gated_delta_rule(**made.arguments())
+    assert not pretend_hopper.calls
+    (line,) = [record for record in caplog.records if record.name == "flashqla"]
+    assert line.levelno == logging.WARNING and "no compiled kernel lies in /x" in line.getMessage()
+    assert is_supported(**made.arguments())[0] is False
+
+
+@pytest.fixture
+def other_gpu(monkeypatch):
+    """A CUDA GPU that is not Hopper, with a flash-linear-attention that records its calls and answers with zeros."""
+    calls = []
+
+    def run(function):
+        def record(q, k, v, **keywords):
+            calls.append((function, keywords, backends.inside_fla()))
+            return torch.zeros_like(v), None
+
+        return record
+
+    fla = types.SimpleNamespace(**{name: run(name) for name in backends.FLA_FUNCTIONS})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "device_refusals", lambda device=None: ["needs 9.0 (Hopper), got 8.0 (A100)"])
+    monkeypatch.setattr(backends, "_cuda_refusals", lambda device: [])
+    monkeypatch.setattr(backends, "_fla_import_problem", list)
+    import_module = importlib.import_module
+    replace = {"fla.ops.gated_delta_rule": fla}
+    monkeypatch.setattr(importlib, "import_module", lambda name: replace.get(name) or import_module(name))
+    backends._log_choice.cache_clear()
+    yield calls
+    backends._log_choice.cache_clear()
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_other_gpus_run_fla(other_gpu, caplog, function):
+    made = inputs(tokens=8)
+    with caplog.at_level(logging.INFO, logger="flashqla"):
+        for _ in range(2):
+            assert function(**made.arguments())[0].count_nonzero() == 0
+    assert [(name, inside) for name, _, inside in other_gpu] == [(function.__name__, True)] * 2
+    theirs = inspect.signature(chunk_gated_delta_rule).parameters
+    own = {"plan", "context_parallel", "backend", "cp_group", "out", "states", "states_every", "state_indices"}
+    assert set(other_gpu[0][1]) <= set(theirs) - own - {"has_initial_state", "inplace_final_state"}
+    assert not backends.inside_fla()
+    assert caplog.messages == ["backend fla: needs 9.0 (Hopper), got 8.0 (A100)"]
+
+
+@pytest.mark.parametrize("reason", ["pool", "fla-core is missing", "float64", "gradients token by token", "compiled"])
+def test_other_gpus_fall_back_on_the_reference(other_gpu, caplog, reason, monkeypatch):
+    made = inputs(tokens=8, dtype=torch.float64 if reason == "float64" else torch.float32)
+    function = chunk_gated_delta_rule
+    if reason == "fla-core is missing":
+        monkeypatch.setattr(backends, "_fla_import_problem", lambda: ["needs the package fla-core"])
+    if reason == "gradients token by token":
+        made, function = made.requires_grad(), fused_recurrent_gated_delta_rule
+    options = {"inplace_final_state": True} if reason == "pool" else {}
+    state = made.initial_state.clone()
+    expected = function(**made.arguments(initial_state=state), backend="reference", **options)[0]
+    if reason == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with caplog.at_level(logging.INFO, logger="flashqla"):
+        assert torch.equal(function(**made.arguments(), **options)[0], expected)
+    assert not other_gpu
+    if reason != "compiled":
+        assert "got 8.0 (A100); " in caplog.messages[0]

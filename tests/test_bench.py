@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashqla
-from flashqla import bench, bench_peers, bench_race, reference, testing
+from flashqla import bench, bench_cold, bench_decode, bench_peers, bench_race, reference, testing
 from flashqla.bench_peers import OURS, TABLES, Row
 from flashqla.cli import main
 
@@ -97,7 +97,11 @@ def test_no_names_of_rows(name):
 def test_tables():
     for names in TABLES.values():
         assert [Row.parse(name).name for name in names] == list(dict.fromkeys(names))
-    assert len(TABLES["forward"]) == 21
+    assert len(TABLES["forward"]) == 23
+    heads = {"4/16", "8/24", "16/48", "16/16", "32/32", "4/8", "2/4"}
+    for names in TABLES.values():
+        assert heads <= {name.split()[0] for name in names}
+        assert {"2/8 1x131072", "2/8 1x262144"} <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_measure_times_only_who_is_right(fake_gpu):
         "flashinfer": "wrong: relative L2 of o is 1.0e-02, limit 6e-03",
     }
     assert set(row["error"]) == set(row["first_call_s"]) == {OURS, "fla", "flashinfer"}
-    assert set(row["host_us"]) == {"plan reused", "plan made"}
+    assert set(row["host_us"]) == {"plan reused", "plan made", "fla"}
     low, high = row["spread_ms"][OURS]
     assert low <= row["time_ms"][OURS] <= high
     json.dumps(row, allow_nan=False)
@@ -246,7 +250,7 @@ def test_measure_gradients(fake_gpu, direction):
     assert set(row["time_ms"]) == {OURS, "fla"}
     assert "no backward" in row["skipped"]["flashinfer"]
     assert {"dq", "dk", "dv", "dg", "dbeta", "dinitial_state"} <= set(row["error"][OURS])
-    assert not row["host_us"]
+    assert set(row["host_us"]) == {"plan reused", "plan made", "fla"}
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(0.01, 20), (0.4, 5), (7.0, 3)])
@@ -310,7 +314,7 @@ def test_command(on_fake_gpu, tmp_path, capsys):
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "flash_qla has no time for 2/4 70+30, 1/2 2x40: RuntimeError: cannot do this shape" in out
-    assert "us of the host a call, plan reused" in out
+    assert f"{OURS}, plan reused: " in out and "fla: " in out
     *_, header, _, first, _ = out.splitlines()
     assert "".join(header.split()) == "row" + "".join(bench_race.CONTENDERS) + "bestpeerours/bestfloorours/floor"
     assert first.startswith("2/4 70+30 ")
@@ -350,3 +354,49 @@ def test_mistakes_are_one_line(arguments, mentions, on_fake_gpu, capsys):
     assert main(["bench", *arguments]) == 2
     complaint = capsys.readouterr().err
     assert mentions in complaint[complaint.find("flashqla: error: ") :]
+
+
+def test_cold_starts(on_fake_gpu, tmp_path, monkeypatch, capsys):
+    """Two processes a contender, the second with the caches of the first; a failure is a reason, not a crash."""
+    script = (
+        "import os, pathlib, sys\n"
+        "place = pathlib.Path(os.environ['TILELANG_CACHE_DIR'])\n"
+        "if sys.argv[1] == 'flash_qla': sys.exit('no such package')\n"
+        "print('noise'); print(0.5 if place.exists() else 30.25); place.mkdir(exist_ok=True)\n"
+    )
+    monkeypatch.setattr(bench_cold, "CHILD", script)
+    path = tmp_path / "bench.json"
+    peers = ["--peers", "fla,flash_qla"]
+    assert main(["bench", "--rows", "1/2 1x40", *peers, "--cold", "--json", str(path)]) == 0
+    (start,) = json.loads(path.read_text())["cold_start"]
+    assert start["empty_caches_s"] == {OURS: 30.25, "fla": 30.25}
+    assert start["warm_disk_s"] == {OURS: 0.5, "fla": 0.5}
+    assert start["skipped"] == {"flash_qla": "no such package"}
+    assert "no such package" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_cold_start_without_a_gpu_is_a_reason():
+    found = bench_cold.cold_starts([OURS], "forward")
+    assert not found["empty_caches_s"] and found["skipped"][OURS]
+
+
+def test_cold_starts_have_a_limit(monkeypatch):
+    monkeypatch.setattr(bench_cold, "CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(bench_cold, "LIMIT_S", 0.5)
+    assert bench_cold.cold_starts(["fla"], "step")["skipped"] == {"fla": "not ready after 0.5 s"}
+
+
+def test_decode_needs_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "--decode"]) == 2
+    assert "bench --decode: needs a CUDA device" in capsys.readouterr().err
+
+
+def test_report_of_decoding():
+    times = {"flashqla": 0.01, "v_first": 0.009, "in_place": 0.008, "fla": 0.012}
+    row = {"name": "2/8 16x1", "time_ms": times, "state_tb_per_s": 2.345}
+    assert bench_decode.cells(row) == ("2/8 16x1", "10.0", "9.0", "8.0", "12.0", "1.20", "2.35")
+    del times["fla"]
+    assert bench_decode.cells(row)[4:6] == ("-", "-")

@@ -103,7 +103,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             do_shared = T.alloc_shared((ST, C, BV), dtype)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             p_shared = T.alloc_shared((2, C, C), dtype)
-            s_shared = T.alloc_shared((BV, DK), dtype)
+            s0_shared = T.alloc_shared((BV, DK), dtype)
+            s1_shared = T.alloc_shared((BV, DK), dtype)
             w_shared = T.alloc_shared((C, BV), dtype)
             factors_shared = T.alloc_shared((ST, 6, C), f32, scope="shared")
 
@@ -134,13 +135,11 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
             free = T.alloc_barrier(arrive_count=[4 * chains * LANES] * ST)
             p_full = T.alloc_barrier(arrive_count=[4 * LANES] * 2)
-            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
-            s_free = T.alloc_barrier(arrive_count=[32])
+            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES] * 2)
+            s_free = T.alloc_barrier(arrive_count=[32] * 2)
             w_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             w_free = T.alloc_barrier(arrive_count=[32])
-            T.annotate_layout(
-                {W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)}
-            )
+            T.annotate_layout({W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)})
 
             T.pdl_trigger()  # `backward_state` needs nothing from here: it may fill the SMs that this leaves
             thread = T.get_thread_binding()
@@ -184,9 +183,12 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.barrier_wait(p_full[i % 2], (i // 2) % 2)
                     wgmma(do_shared[st, :, :], p_shared[i % 2, :, :], PdO, transpose_A=True, clear_accum=True)
                     wgmma(do_shared[st, :, :], q_shared[st, :, :], S, transpose_A=True)
-                    T.barrier_wait(s_free[0], (i + 1) % 2)
-                    T.copy(S_operand, s_shared)
-                    arrive(s_full, 0, lane)
+                    T.barrier_wait(s_free[i % 2], (i // 2 + 1) % 2)
+                    if i % 2 == 0:
+                        T.copy(S_operand, s0_shared)
+                    else:
+                        T.copy(S_operand, s1_shared)
+                    arrive(s_full, i % 2, lane)
                     T.wait_wgmma(1)  # K dS' and P^T dO
                     for r, c in T.Parallel(BV, C):
                         W[r, c] = PdO[r, c] + row[c] * U[r, c]
@@ -270,9 +272,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
                         T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
                         T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
-                        T.tma_copy(
-                            do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land]
-                        )
+                        T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot + n - 1 - i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
                         T.barrier_arrive(full[land])
                         if valid < C:
@@ -313,11 +313,14 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.barrier_arrive(full[st])
                 elif thread < scores_threads + 96:  # stores of dS'
                     for i in T.serial(n):
-                        T.barrier_wait(s_full[0], i % 2)
+                        T.barrier_wait(s_full[i % 2], (i // 2) % 2)
                         T.fence_proxy_async()  # here and not by those who wrote: it would hold up the chain
-                        T.tma_copy(s_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
+                        if i % 2 == 0:
+                            T.tma_copy(s0_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
+                        else:
+                            T.tma_copy(s1_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
                         T.tma_store_wait(0)
-                        T.barrier_arrive(s_free[0])
+                        T.barrier_arrive(s_free[i % 2])
                 else:  # stores of dV, and padding
                     for i in T.serial(n):
                         t = start + (n - 1 - i) * C

@@ -88,7 +88,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
             a_shared = T.alloc_shared((ST, C, C), dtype)
-            s_shared = T.alloc_shared((BV, DK), dtype)
+            s0_shared = T.alloc_shared((BV, DK), dtype)
+            s1_shared = T.alloc_shared((BV, DK), dtype)
             u_shared = T.alloc_shared((C, BV), dtype)
             factors_shared = T.alloc_shared((ST, 4, C), f32, scope="shared")
 
@@ -112,8 +113,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             # `full[ST]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
             free = T.alloc_barrier(arrive_count=[4 * chains * LANES] * ST)
-            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
-            s_free = T.alloc_barrier(arrive_count=[32])
+            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES] * 2)
+            s_free = T.alloc_barrier(arrive_count=[32] * 2)
             u_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             u_free = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout(
@@ -164,9 +165,12 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.copy(factors_shared[st, VALUE, :], value)
                     T.copy(factors_shared[st, READ, :], read)
                     T.copy(factors_shared[st, KEEP, :], keep)
-                    T.barrier_wait(s_free[0], (i + 1) % 2)
-                    T.copy(S_operand, s_shared)
-                    arrive(s_full, 0, lane)
+                    T.barrier_wait(s_free[i % 2], (i // 2 + 1) % 2)
+                    if i % 2 == 0:
+                        T.copy(S_operand, s0_shared)
+                    else:
+                        T.copy(S_operand, s1_shared)
+                    arrive(s_full, i % 2, lane)
                     T.wait_wgmma(0)
                     for r, c in T.Parallel(BV, C):
                         W[r, c] = V[c, r] * value[c] - read[c] * U[r, c]
@@ -261,11 +265,14 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     chunks[slot + n + i * 32 + lane, 1] = 0
                 elif thread < chain_threads + 96:  # stores of S
                     for i in T.serial(n):
-                        T.barrier_wait(s_full[0], i % 2)
+                        T.barrier_wait(s_full[i % 2], (i // 2) % 2)
                         T.fence_proxy_async()  # here and not by those who wrote: it would hold up the chain
-                        T.tma_copy(s_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
+                        if i % 2 == 0:
+                            T.tma_copy(s0_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
+                        else:
+                            T.tma_copy(s1_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
                         T.tma_store_wait(0)
-                        T.barrier_arrive(s_free[0])
+                        T.barrier_arrive(s_free[i % 2])
                 else:  # stores of U
                     for i in T.serial(n):
                         T.barrier_wait(u_full[0], i % 2)

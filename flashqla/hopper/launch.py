@@ -52,6 +52,7 @@ def forward(
     allow_neg_eigval: bool,
     cp_threshold: float | None,
     plan: Plan,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
@@ -60,7 +61,7 @@ def forward(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device) if out is None else out
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     final_state = initial = None
@@ -87,7 +88,7 @@ def forward(
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
         dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
-        kernel("gated_inverse", head_dim=K, heads=heads, **dtypes)(
+        kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
             k,
             g,
             beta,
@@ -113,7 +114,7 @@ def forward(
             no_state if initial is None else initial,
             final,
             segments.states,
-            o.view(B * T, HV, V),
+            o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
             float(scale),
             segments.chunks,
             segments.count,

@@ -35,7 +35,6 @@ def backward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
-    cp_threshold: float | None,
     plan: Plan,
 ) -> list[Tensor | None]:
     """Gradients of a call that `launch.refusals` has let through, in the order and the dtypes of the operands.
@@ -46,7 +45,6 @@ def backward(
     Args:
         do: gradient of the output ``[B, T, HV, V]``, any strides, or None for zeros.
         dht: gradient of the final state, laid out as it, or None for zeros.
-        cp_threshold: of the forward; here no sequence is cut.
         needed: one flag for each of q, k, v, g, beta, A_log, dt_bias and the initial state.
 
     Returns:

@@ -47,19 +47,21 @@ def adjoint_chain(
 
     visit: sees dS', the gradient of the state at the end of each chunk.
     """
-    flat = d_state.view(-1, *d_state.shape[2:])
-    d_corrected = chunks.scores.mT @ d_output
+    flat, steps = d_state.view(-1, *d_state.shape[2:]), layout.steps(d_state.shape[1])
+    d_corrected = torch.bmm(chunks.scores.mT, d_output)
     multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
-    solve, carry = chunks.decay * chunks.inverse, chunks.carry
-    for rows in reversed(layout.steps(d_state.shape[1])):
-        active = flat[: rows.stop - rows.start]
+    parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read, chunks.k_read, chunks.k_write)
+    parts += (chunks.gated_inverse, chunks.beta, chunks.carry)
+    sizes = [rows.stop - rows.start for rows in steps]
+    every_step = list(zip(steps, *(x.split(sizes) for x in parts), strict=True))
+    for rows, du, y, dv, do, q_read, k_read, k_write, gated_inverse, beta, carry in reversed(every_step):
+        active = flat[: len(du)]
         if visit is not None:
             visit(rows, active)
-        d_corrected[rows].baddbmm_(chunks.k_write[rows], active)
-        torch.bmm(solve[rows].mT, d_corrected[rows], out=multiplier[rows])
-        torch.mul(chunks.beta[rows], multiplier[rows], out=d_values[rows])
-        active.mul_(carry[rows]).baddbmm_(chunks.q_read[rows].mT, d_output[rows])
-        active.baddbmm_(chunks.k_read[rows].mT, d_values[rows], alpha=-1)
+        du.baddbmm_(k_write, active)
+        torch.bmm(gated_inverse.mT, du, out=y)
+        torch.mul(beta, y, out=dv)
+        active.mul_(carry).baddbmm_(q_read.mT, do).baddbmm_(k_read.mT, dv, alpha=-1)
     return Adjoints(d_corrected, multiplier, d_values, d_state)
 
 
@@ -74,8 +76,8 @@ class SystemGradients(NamedTuple):
 
 def adjoint_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGradients:
     """Eqs. 6.9 to 6.11. U = diag(beta) Z with Z = W - (Gamma o gram) U, so dbeta = <Y, Z> needs no division by beta."""
-    strict = (adjoints.multiplier @ states.corrected.mT).mul_(chunks.decay).tril_(-1)
-    exchange = chunks.per_group(strict).mul(chunks.gram[:, None]).flatten(0, 1)
+    strict = torch.bmm(adjoints.multiplier, states.corrected.mT).mul_(chunks.decay).tril_(-1)
+    exchange = (chunks.per_group(strict) * chunks.gram[:, None]).flatten(0, 1)
     dbeta = (adjoints.multiplier * states.residual).sum(-1) - exchange.sum(-1)
     return SystemGradients(strict.mul_(-chunks.beta), dbeta, exchange.mul_(-chunks.beta))
 
@@ -83,13 +85,12 @@ def adjoint_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGr
 def textbook_form(chunks: Chunks, states: States, adjoints: Adjoints) -> SystemGradients:
     """Eqs. 6.5 to 6.8: through T = (Gamma o A) diag(beta) and the inverse A."""
     d_mixing = (adjoints.d_corrected @ states.residual.mT).tril_()
-    gated_inverse = chunks.decay * chunks.inverse
     d_gated_inverse = d_mixing * chunks.beta.mT
     transposed = chunks.inverse.mT
     d_lower = (transposed @ (chunks.decay * d_gated_inverse) @ transposed).tril_(-1).neg_()
     d_lower_gram = (chunks.per_group(d_lower) * chunks.gram[:, None]).flatten(0, 1)
-    dbeta = (d_mixing * gated_inverse).sum(-2) + d_lower_gram.sum(-1)
-    return SystemGradients(chunks.beta * d_lower, dbeta, d_gated_inverse * gated_inverse)
+    dbeta = (d_mixing * chunks.gated_inverse).sum(-2) + d_lower_gram.sum(-1)
+    return SystemGradients(chunks.beta * d_lower, dbeta, d_gated_inverse * chunks.gated_inverse)
 
 
 FORMS = {"adjoint": adjoint_form, "textbook": textbook_form}
@@ -102,9 +103,9 @@ def gate_gradient(pairs: Tensor, read: Tensor, write: Tensor, carried: Tensor) -
     diagonal and upper part are ignored), read and write `[b,C]`, carried `[b,1]`.
     """
     size = pairs.shape[-1]
-    lower = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device).tril_()
-    before = lower.mT - torch.eye(size, dtype=pairs.dtype, device=pairs.device)
-    crossing = (pairs.tril(-1).flatten(0, 1) @ before).view_as(pairs).mul_(lower).sum(-2)
+    ones = torch.ones(size, size, dtype=pairs.dtype, device=pairs.device)
+    lower, before = ones.tril(), ones.triu(1)  # [i,t]: i >= t, and [j,t]: j < t
+    crossing = (pairs.flatten(0, 1) @ before).view_as(pairs).mul_(lower).sum(-2)
     return crossing + read @ lower + write @ before + carried
 
 
@@ -130,7 +131,7 @@ def differentiate(
 
     adjoints = adjoint_chain(layout, chunks, d_output, d_state, at_end)
     system = FORMS[form](chunks, states, adjoints)
-    d_scores = d_output @ states.corrected.mT
+    d_scores = torch.bmm(d_output, states.corrected.mT)
     pairs = (chunks.scores * d_scores).add_(system.pairs)
     d_scores.mul_(chunks.decay)
 
@@ -141,8 +142,8 @@ def differentiate(
         """Row products `[b,C]` of `[b,C,K]` with the `[m,C,K]` of its key head."""
         return (chunks.per_group(rows) * of_key_head[:, None]).sum(-1).flatten(0, 1)
 
-    q_read = (d_output @ starts.mT).mul_(chunks.scale * chunks.gamma)
-    k_read = (adjoints.d_values @ starts.mT).mul_(-chunks.gamma)
+    q_read = torch.bmm(d_output, starts.mT).mul_(chunks.scale * chunks.gamma)
+    k_read = torch.bmm(adjoints.d_values, starts.mT).mul_(-chunks.gamma)
     k_write.mul_(chunks.decay[:, -1, :, None])
     read = along(q_read, chunks.q) + along(k_read, chunks.k)
     write = along(k_write, chunks.k)
@@ -188,14 +189,16 @@ def backward(
     shape = (v.shape[2], q.shape[-1], v.shape[-1])
     state, d_state = (layout.read_state(given, shape, state_v_first, like) for given in (initial_state, dht))
     q, k, v, g, beta, do = map(layout.collapsible, (q, k, v, g, beta, do))
-    blocks, starts = list(blocks_of(layout, v)), []
+    blocks, starts, inverses = list(blocks_of(layout, v)), [], [None]
     for block in blocks:
         starts.append(state[: block.num_sequences].clone())
         if block is not blocks[-1]:
-            state_chain(block, cut(block, q, k, v, g, beta, scale), state[: block.num_sequences])
+            chunks = cut(block, None, k, v, g, beta, scale)
+            state_chain(block, chunks, state[: block.num_sequences])
+            inverses.insert(-1, chunks.inverse)
     gradients = new_gradients(layout, q, v)
     for block in reversed(blocks):
-        chunks, d_output = cut(block, q, k, v, g, beta, scale), block.gather(do, like.dtype)
+        chunks, d_output = cut(block, q, k, v, g, beta, scale, inverses.pop()), block.gather(do, like.dtype)
         parts = differentiate(block, chunks, d_output, starts.pop(), d_state[: block.num_sequences], form)
         for part, whole in zip(parts, gradients, strict=True):
             block.scatter(part, whole)

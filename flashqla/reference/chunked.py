@@ -24,22 +24,25 @@ class Chunks(NamedTuple):
     """What the chunk form needs and what does not depend on the state; rows past the end of a sequence are zero.
 
     Shared by a group of value heads: q, k `[m,C,K]` and gram `[m,C,C]`, the strictly lower part of K K^T.
-    Per value head: v `[b,C,V]`; beta `[b,C,1]`; decay Gamma, inverse A and scores P = scale Gamma o (Q K^T) `[b,C,C]`;
-    q_read = scale Lambda Q, k_read = Lambda K, k_write = diag(gamma_C / gamma) K `[b,C,K]`; gamma `[b,C,1]`; log_carry,
-    the logarithm of gamma_C `[num_chunks,HV]`.
+    Per value head: v `[b,C,V]`; beta `[b,C,1]`; decay Gamma, inverse A, gated_inverse Gamma o A, mixing
+    (Gamma o A) diag(beta) of eq. 3.4, and scores P = scale Gamma o (Q K^T) `[b,C,C]`; q_read = scale Lambda Q,
+    k_read = Lambda K, k_write = diag(gamma_C / gamma) K `[b,C,K]`; gamma `[b,C,1]`; log_carry, the logarithm of gamma_C
+    `[num_chunks,HV]`. q, scores and q_read are None where nothing is read from the state.
     """
 
     scale: float
 
-    q: Tensor
+    q: Tensor | None
     k: Tensor
     gram: Tensor
     v: Tensor
     beta: Tensor
     decay: Tensor
     inverse: Tensor
-    scores: Tensor
-    q_read: Tensor
+    gated_inverse: Tensor
+    mixing: Tensor
+    scores: Tensor | None
+    q_read: Tensor | None
     k_read: Tensor
     k_write: Tensor
     gamma: Tensor
@@ -51,60 +54,71 @@ class Chunks(NamedTuple):
         return self.gamma[:, -1:]
 
     @property
-    def mixing(self) -> Tensor:
-        """(Gamma o A) diag(beta) `[b,C,C]` of eq. 3.4."""
-        return self.decay * self.inverse * self.beta.mT
-
-    @property
     def groups(self) -> int:
         """R, the number of value heads that share a key head."""
-        return len(self.v) // max(len(self.q), 1)
+        return len(self.v) // max(len(self.k), 1)
 
     def per_group(self, x: Tensor) -> Tensor:
         """View `[b,...]` as `[m,R,...]`."""
-        return x.view(len(self.q), self.groups, *x.shape[1:])
+        return x.view(len(self.k), self.groups, *x.shape[1:])
 
 
-def cut(layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> Chunks:
-    """Gather the chunks of `layout` and compute all that does not depend on the state (eqs. 2.1, 2.2, 3.1, 3.2)."""
-    dtype = compute_dtype(q)
-    chunk_size, value_heads = layout.chunk_size, v.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v, beta = (layout.gather(x, dtype) for x in (q, k, v, beta))
-    groups = (len(q), len(v) // max(len(q), 1))
+def cut(
+    layout: Layout,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    inverse: Tensor | None = None,
+) -> Chunks:
+    """Gather the chunks of `layout` and compute all that does not depend on the state (eqs. 2.1, 2.2, 3.1, 3.2).
 
-    # exp() of anything below the floor is 0 anyway, in either dtype. Clamping keeps -inf out of the differences below
-    # and the prefix sums short, hence accurate, after a hard reset.
-    floor = -750.0 if dtype == torch.float64 else -110.0
-    g_cum = layout.gather(g, dtype).clamp_(min=floor).cumsum(-1)
-    upper = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu_(1)
-    decay = (g_cum[:, :, None] - g_cum[:, None, :]).masked_fill_(upper, -torch.inf).exp_()
-
-    gram = (k @ k.mT).tril_(-1)
-    lower = (beta.view(*groups, chunk_size, 1) * gram[:, None]).flatten(0, 1)
-    identity = torch.eye(chunk_size, dtype=dtype, device=q.device).expand(len(v), -1, -1)
-    inverse = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+    q: None leaves out what reads the state.
+    inverse: A `[b,C,C]`, where it is known from an earlier cut.
+    """
+    dtype, chunk_size = compute_dtype(k), layout.chunk_size
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    k, v, beta = (layout.gather(x, dtype) for x in (k, v, beta[..., None]))
+    groups = (len(k), len(v) // max(len(k), 1))
 
     def scaled(rows: Tensor, factor: Tensor) -> Tensor:
         """Rows `[m,C,D]` of every key head times `factor [b,C,*]` of its value heads."""
         return (factor.view(*groups, *factor.shape[1:]) * rows[:, None]).flatten(0, 1)
 
-    gamma = g_cum.exp()[..., None]
+    # exp() of anything below the floor is 0 anyway, in either dtype. Clamping keeps -inf out of the differences below
+    # and the prefix sums short, hence accurate, after a hard reset.
+    floor = -750.0 if dtype == torch.float64 else -110.0
+    g_cum = layout.gather(g[..., None], dtype).clamp_(min=floor).cumsum(1)
+    upper = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).triu_(1)
+    decay = (g_cum - g_cum.mT).masked_fill_(upper, -torch.inf).exp_()
+    gamma = g_cum.exp()
+
+    gram = torch.bmm(k, k.mT).tril_(-1)
+    if inverse is None:
+        identity = torch.eye(chunk_size, dtype=dtype, device=k.device).expand(len(v), -1, -1)
+        inverse = torch.linalg.solve_triangular(scaled(gram, beta), identity, upper=False, unitriangular=True)
+    gated_inverse = decay * inverse
+    if q is not None:
+        q = layout.gather(q, dtype)
     return Chunks(
         scale=scale,
         q=q,
         k=k,
         gram=gram,
         v=v,
-        beta=beta[..., None],
+        beta=beta,
         decay=decay,
         inverse=inverse,
-        scores=scaled(scale * (q @ k.mT), decay),
-        q_read=scaled(q, scale * gamma),
+        gated_inverse=gated_inverse,
+        mixing=gated_inverse * beta.mT,
+        scores=None if q is None else scaled(torch.bmm(q, k.mT).mul_(scale), decay),
+        q_read=None if q is None else scaled(q, scale * gamma),
         k_read=scaled(k, gamma),
         k_write=scaled(k, decay[:, -1, :, None]),
         gamma=gamma,
-        log_carry=g_cum[:, -1].view(layout.num_chunks, value_heads),
+        log_carry=g_cum[:, -1].view(layout.num_chunks, g.shape[2]),
     )
 
 
@@ -126,15 +140,17 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
 
     visit: sees the state at the start of each chunk.
     """
-    active = state.view(-1, *state.shape[2:])
-    residual, corrected, mixing = (torch.empty_like(chunks.v), torch.empty_like(chunks.v), chunks.mixing)
-    for rows in layout.steps(state.shape[1]):
-        active = active[: rows.stop - rows.start]
+    active, steps = state.view(-1, *state.shape[2:]), layout.steps(state.shape[1])
+    residual, corrected = chunks.v.clone(), torch.empty_like(chunks.v)
+    parts = (residual, corrected, chunks.mixing, chunks.k_read, chunks.k_write, chunks.carry)
+    sizes = [rows.stop - rows.start for rows in steps]
+    for rows, w, u, mixing, k_read, k_write, carry in zip(steps, *(x.split(sizes) for x in parts), strict=True):
+        active = active[: len(w)]
         if visit is not None:
             visit(rows, active)
-        torch.baddbmm(chunks.v[rows], chunks.k_read[rows], active, alpha=-1, out=residual[rows])
-        torch.bmm(mixing[rows], residual[rows], out=corrected[rows])
-        active.mul_(chunks.carry[rows]).baddbmm_(chunks.k_write[rows].mT, corrected[rows])
+        w.baddbmm_(k_read, active, alpha=-1)
+        torch.bmm(mixing, w, out=u)
+        active.mul_(carry).baddbmm_(k_write.mT, u)
     return States(residual, corrected, state)
 
 

@@ -112,9 +112,10 @@ class Layout:
 
     def _view(self, flat: Tensor) -> Tensor:
         """Tokens `[batch * tokens,H,...]` of regular sequences seen as `[steps,N,H,C,...]`."""
-        length = self.lengths[0]
-        rows = flat[self.starts[0] :].unfold(0, length, self._stride)[: self.num_sequences]
-        return rows.unflatten(-1, (-1, self.chunk_size)).movedim((-2, -1), (0, 3))
+        token, head, *trailing = flat.stride()
+        size = (len(self.counts), self.num_sequences, flat.shape[1], self.chunk_size, *flat.shape[2:])
+        stride = (self.chunk_size * token, self._stride * token, head, token, *trailing)
+        return flat.as_strided(size, stride, flat.storage_offset() + self.starts[0] * token)
 
     @functools.cached_property
     def _index(self) -> tuple[Tensor, Tensor]:

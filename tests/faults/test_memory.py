@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -80,3 +82,39 @@ def test_rm7_dirty_allocator(device, dtype, tokens, lengths, state, parallel):
         dirty = outcome(chunk_gated_delta_rule, made, **options)
     for name, tensor in dirty.items():
         assert torch.equal(tensor, clean[name]), name
+
+
+CANARY, MARGIN = 0xAB, 4096
+
+
+@pytest.mark.parametrize("tokens, lengths", [(1, None), (63, None), (65, None), (129, None), (129, (1, 63, 65))])
+def test_rm6_canary(device, dtype, monkeypatch, tokens, lengths):
+    """Nothing is written beside what `torch.empty` and its kin have given out."""
+    made = inputs(tokens=tokens, lengths=lengths, dtype=dtype, device=device, **DIMS)
+    expected, blocks = outcome(chunk_gated_delta_rule, made), []
+    empty = torch.empty
+
+    def fenced(shape, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        block = empty(size + 2 * MARGIN, dtype=torch.uint8, device=where).fill_(CANARY)
+        blocks.append((block, size))
+        return block[MARGIN : MARGIN + size].view(dtype).view(shape)
+
+    def like(tensor, *shape, dtype=None, device=None, **_):
+        shape = shape[0] if shape and not isinstance(shape[0], int) else shape
+        return fenced(tuple(shape), dtype or tensor.dtype, device or tensor.device)
+
+    def fresh(*shape, dtype=None, device=None, **_):
+        shape = shape[0] if shape and not isinstance(shape[0], int) else shape
+        return fenced(tuple(shape), dtype or torch.get_default_dtype(), device or torch.device("cpu"))
+
+    monkeypatch.setattr(torch, "empty", fresh)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **options: like(tensor, tensor.shape, **options))
+    monkeypatch.setattr(torch.Tensor, "new_empty", like)
+    results = outcome(chunk_gated_delta_rule, made)
+    monkeypatch.undo()
+    assert len(blocks) > 3
+    for block, size in blocks:
+        assert (block[:MARGIN] == CANARY).all() and (block[MARGIN + size :] == CANARY).all()
+    for name, tensor in results.items():
+        assert torch.equal(tensor, expected[name]), name

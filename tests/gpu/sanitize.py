@@ -1,4 +1,4 @@
-"""Run small cases of the Hopper forward under compute-sanitizer: python tests/gpu/sanitize.py [tool ...]
+"""Run small cases of the Hopper kernels under compute-sanitizer: python tests/gpu/sanitize.py [tool ...]
 
 Needs an SM90 GPU and compute-sanitizer on PATH. Prints a line a tool; exit code 1 if one of them found something.
 """
@@ -16,13 +16,13 @@ chunk_forward.LANES = int(sys.argv[1])
 from flashqla import chunk_gated_delta_rule, testing
 for heads, lengths, gate in (((2, 4), (65, 0, 1, 130), None), ((1, 1), (200,), -5.0), ((2, 8), (64, 3), 0.0)):
     made = testing.inputs(1, sum(lengths) + 5, *heads, 128, 128, lengths=lengths, gate=gate, dtype=torch.bfloat16,
-                          device="cuda")
-    with torch.no_grad():
-        o, state = chunk_gated_delta_rule(made.q, made.k, made.v, made.g, made.beta, initial_state=made.initial_state,
-                                          cu_seqlens=made.cu_seqlens, output_final_state=True, backend="hopper",
-                                          use_qk_l2norm_in_kernel=True)
+                          device="cuda").requires_grad()
+    arguments = made.arguments(output_final_state=True, backend="hopper", use_qk_l2norm_in_kernel=True)
+    results = chunk_gated_delta_rule(**arguments)
+    wanted = [getattr(made, name) for name in (*testing.PER_TOKEN, "initial_state")]
+    results += torch.autograd.grad(results, wanted, (made.do, made.dht))
     if sys.argv[2] == "read":
-        assert o.isfinite().all() and state.isfinite().all()
+        assert all(result.isfinite().all() for result in results)
 torch.cuda.synchronize()
 """
 
@@ -35,7 +35,7 @@ def main(tools: list[str]) -> int:
     for tool in tools:
         # Only the kernels of this package: torch's own are not under test. initcheck does not see what TMA writes, so
         # that it would take any reader of the results for a reader of nothing.
-        names = ("chunk_forward", "gated_inverse")
+        names = ("chunk_forward", "gated_inverse", "backward_state", "backward_adjoint", "backward_chunk")
         filters = [f"--kernel-name=kernel_substring={name}" for name in names]
         arguments = ["32" if tool == "racecheck" else "1", "skip" if tool == "initcheck" else "read"]
         command = ["compute-sanitizer", "--tool", tool, *filters, "--error-exitcode", "9", sys.executable, "-c", CASE]

@@ -56,7 +56,7 @@ def test_rr5_graph_with_new_contents(packed):
             assert all(torch.equal(x, y) for x, y in zip(captured, call(fresh), strict=True))
 
 
-def test_nothing_waits_for_the_device():
+def test_rf2_nothing_waits_for_the_device():
     inputs = made()
     plan = Plan.build(inputs.q.shape, inputs.v.shape, inputs.cu_seqlens.shape)
     call(inputs, plan=plan)
@@ -68,7 +68,7 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_nothing_compiles_after_the_first_calls():
+def test_rr1_nothing_compiles_after_the_first_calls():
     from flashqla.hopper import compile
 
     call(made())
@@ -107,7 +107,7 @@ def test_rr8_time_per_token_is_flat():
     assert max(times.values()) < 1.2 * min(times.values()), times
 
 
-def test_side_stream():
+def test_rr9_side_stream():
     inputs, side = made(), torch.cuda.Stream()
     expected = call(inputs)
     q = inputs.q.clone()
@@ -119,3 +119,14 @@ def test_side_stream():
         result = call(inputs)
     side.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(expected, result, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_rr9_not_the_current_device():
+    here = testing.inputs(1, 200, 2, 4, 128, 128, dtype=torch.bfloat16, device="cuda:0")
+    there = here.to("cuda:1")
+    with torch.cuda.device(0):
+        pairs = [testing.outcome(chunk_gated_delta_rule, made, backend="hopper") for made in (here, there)]
+    for name, tensor in pairs[0].items():
+        assert pairs[1][name].device == torch.device("cuda:1")
+        assert torch.equal(tensor.cpu(), pairs[1][name].cpu()), name
