@@ -368,7 +368,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(prete
     (line,) = [record for record in caplog.records if record.name == "flashqla"]
     assert line.levelno == logging.WARNING and "reference: no CUDA compiler" in line.getMessage()
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
     with pytest.raises(CompileError):
         ops.forward(call, options)
 
