@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import backends, ops, serving, validation
 from .operands import Gradients, Operands, Options, make_plan
-from .plan import Plan
+from .plan import CP_THRESHOLD, Plan
 from .validation import Call
 
 
@@ -47,6 +47,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     plan: Plan | None = None,
     context_parallel: bool | str = "auto",
+    cp_threshold: float | None = CP_THRESHOLD,
     backend: str = "auto",
     cp_group: Any = None,
     state_indices: Tensor | None = None,
@@ -85,8 +86,12 @@ def chunk_gated_delta_rule(
         A_log, dt_bias: ``[HV]``; used with ``use_gate_in_kernel`` only, where ``dt_bias`` may be None.
         chunk_size: a hint of 16, 32 or 64; the results are those of any chunk size.
         plan: a reusable :class:`flashqla.Plan` that fits the shapes.
-        context_parallel: cut long sequences into segments that run side by side. "auto" decides; True needs the
-            reference backend for now.
+        context_parallel: cut long sequences into segments that run side by side (eq. 7.1 to 7.4). "auto" lets the
+            plan decide; True insists, and raises where there is nothing to cut.
+        cp_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
+            below ``exp(cp_threshold)`` times what was forgotten (eq. 7.4). Heads that decay less are exact, and so are
+            segments in which some ``beta |k|^2`` exceeds 2 (keys of norm 1 and beta up to 2 do not). None: all are. The
+            reference is always exact.
         backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
             and "fla" (the Triton kernels of flash-linear-attention) insist.
         state_indices: ``[N]`` int32 or int64, without gradients, as all that follow: ``initial_state`` is a pool of any
@@ -133,6 +138,7 @@ def chunk_gated_delta_rule(
         chunk_size=chunk_size,
         plan=plan,
         context_parallel=context_parallel,
+        cp_threshold=cp_threshold,
         backend=backend,
         cp_group=cp_group,
         state_indices=state_indices,
@@ -342,5 +348,16 @@ def _lower(call: Call, form: str) -> tuple[Operands, Options]:
         form=form,
         backend=call.backend,
         block_dv=0 if call.plan is None else call.plan.block_dv,
+        segment_chunks=_segment_chunks(call),
+        cp_threshold=None if call.cp_threshold is None else float(call.cp_threshold),
     )
     return operands, options
+
+
+def _segment_chunks(call: Call) -> int:
+    """What the call says about segments: 0 none, -1 the plan that is yet to be made chooses."""
+    if call.context_parallel is False:
+        return 0
+    if call.plan is None or (call.context_parallel is True and not call.plan.segment_chunks):
+        return -1
+    return call.plan.segment_chunks

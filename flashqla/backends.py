@@ -30,7 +30,8 @@ logger = logging.getLogger("flashqla")
 
 FLA_FUNCTIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 NOT_FOR_FLA = (
-    *("chunk_indices", "cp_context", "chunk_size", "plan", "context_parallel", "backend", "cp_group"),
+    *("chunk_indices", "cp_context", "chunk_size", "plan", "backend", "cp_group"),
+    *("context_parallel", "cp_threshold"),
     *("gk", "gv", "do", "dht", "inplace_final_state", "states_every", *validation_serving.BUFFERS),
 )
 """Fields of a call that flash-linear-attention's functions do not take, or that the call leaves empty."""
@@ -48,10 +49,10 @@ def choose(operands: Operands, options: Options, plan: Plan, serving: Serving | 
     reasons = hopper_refusals(operands, options, plan, serving)
     if options.backend == "hopper" and reasons:
         raise NotImplementedError('backend: "hopper" cannot run this call: ' + "; ".join(reasons))
-    if not reasons and options.form == "split":
+    if not reasons and options.form == "split" and not plan.segment_chunks:
         raise NotImplementedError(
-            "context_parallel: must be False or 'auto' with the Hopper kernels, which have no segments yet, got True; "
-            "backend='reference' has them"
+            "context_parallel: must be False or 'auto' with the Hopper kernels where no sequence has two chunks of "
+            f"{plan.chunk_size} tokens to cut between, got True and sequences of at most {plan.max_seqlen} tokens"
         )
     if reasons:
         # A Hopper GPU without kernels is a machine to mend, every other reason is one of the call or the machine.
@@ -120,6 +121,7 @@ def hopper_forward(
         if options.form == "recurrent":
             keywords |= {} if serving is None else serving.keywords()
             return launch_recurrent.forward(*operands[:5], **keywords)
+        keywords["cp_threshold"] = options.cp_threshold
         if serving is None:
             return launch.forward(*operands[:5], plan=plan, **keywords)
         keywords["initial_state"] = serving.gather(operands)

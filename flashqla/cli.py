@@ -1,4 +1,4 @@
-"""The command line: python -m flashqla demo | doctor | selftest | bench | report | warmup.
+"""The command line: python -m flashqla demo | doctor | selftest | bench | report | calibrate | warmup.
 
 Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
 stderr says why), 130 interrupted.
@@ -91,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     report = command("report", "flashqla.report", "Write the README's results and figures from the committed files.")
     report.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is out of date")
     report.add_argument("--root", metavar="DIR", help="the checkout (default: the one this package is imported from)")
+
+    calibrate = command("calibrate", "flashqla.calibrate", "Measure what the plan's cost model needs, on this GPU.")
+    calibrate.add_argument("--json", metavar="FILE", help="write it here; flashqla/costs.json is what plans read")
 
     says = "Compile the kernels into the cache that the library uses; needs no GPU."
     warmup = commands.add_parser("warmup", help=says, description=says)

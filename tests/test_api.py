@@ -290,17 +290,52 @@ def test_auto_falls_back_and_says_why(pretend_hopper, caplog):
     assert is_supported(**made.arguments()) == (False, pretend_hopper.reasons)
 
 
-def test_kernels_have_no_segments_yet(pretend_hopper):
-    made = inputs(tokens=8)
-    with pytest.raises(NotImplementedError, match="context_parallel: must be False or 'auto' with the Hopper kernels"):
+def test_one_chunk_cannot_be_cut(pretend_hopper):
+    made = inputs(tokens=64)
+    with pytest.raises(NotImplementedError, match=r"context_parallel: must be False or 'auto' .* no sequence has two"):
         chunk_gated_delta_rule(**made.arguments(context_parallel=True))
+    assert not pretend_hopper.calls
+
+
+def test_context_parallel_reaches_the_kernels(pretend_hopper):
+    made = inputs(tokens=2048, **DIMS)
+    for choice, cut in (("auto", None), (True, True), (False, False)):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=choice))
+        plan = pretend_hopper.calls[-1]
+        assert plan == Plan.build(made.q.shape, made.v.shape, context_parallel=choice)
+        assert cut is None or bool(plan.segment_chunks) == cut
+    fixed = Plan.build(made.q.shape, made.v.shape, segment_chunks=5)
+    for choice in ("auto", True):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=choice, plan=fixed))
+        assert pretend_hopper.calls[-1].segment_chunks == 5
+    with pytest.raises(ValueError, match="plan: was made with segments of 5 chunks, this call has context_parallel"):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=False, plan=fixed))
+
+
+def test_a_plan_without_segments_stays_so(pretend_hopper):
+    """The plan of a long sequence would be cut by default."""
+    made = inputs(tokens=8192, heads=1, value_heads=1, head_dim_k=64, head_dim_v=64)
+    whole = Plan.build(made.q.shape, made.v.shape, context_parallel=False)
+    assert Plan.build(made.q.shape, made.v.shape).segment_chunks > 0 == whole.segment_chunks
+    chunk_gated_delta_rule(**made.arguments(plan=whole))
+    assert pretend_hopper.calls[-1] == whole
+
+
+@pytest.mark.parametrize("threshold", [-10.0, -3, None])
+def test_threshold_reaches_the_kernels(pretend_hopper, threshold, monkeypatch):
+    seen, forward = [], pretend_hopper.forward
+    pretend_hopper.forward = lambda *tensors, **keywords: (
+        seen.append(keywords["cp_threshold"]) or forward(*tensors, **keywords)
+    )
+    chunk_gated_delta_rule(**inputs(tokens=130).arguments(cp_threshold=threshold))
+    assert seen == [threshold]
 
 
 def test_insisting_on_kernels_that_refuse(pretend_hopper):
     pretend_hopper.reasons = ["K: must be 64 or 128, got 16", "q: must be bfloat16 or float16"]
     made = inputs(tokens=8)
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
     with pytest.raises(NotImplementedError, match=r'backend: "hopper" cannot run this call: K: .*; q: '):
         ops.forward(call, options)
 

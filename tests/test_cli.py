@@ -190,6 +190,13 @@ def test_user_errors_are_one_line(said, arguments, mentions):
     assert mentions in complaint
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is a GPU to measure")
+def test_calibrate_needs_a_gpu(said):
+    code, out, err = said("calibrate")
+    assert (code, out) == (2, "")
+    assert "calibrate: needs a CUDA device" in err
+
+
 def test_unwritable_json_is_one_line(said, tmp_path):
     (tmp_path / "file").touch()
     path = str(tmp_path / "file" / "results.json")

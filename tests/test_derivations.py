@@ -421,3 +421,14 @@ def test_two_forms_of_the_system():
 
     assert distance(crossing(textbook.pairs), crossing(adjoint.pairs)) <= 1e-10
     assert distance(textbook.pairs.tril(-1), adjoint.pairs.tril(-1)) > 1e-3
+
+
+def test_number_of_segments():
+    """Section 7.6: T(p) = n/p (t + t') + (p - 2) sigma is least at sqrt(n (t + t') / sigma)."""
+    for n, output, local, step in ((512, 2.0, 0.7, 0.6), (128, 1.2, 0.7, 1.1), (2048, 2.0, 1.0, 0.4)):
+
+        def time(p, n=n, output=output, local=local, step=step):
+            return n / p * (output + local) + (p - 2) * step
+
+        best = (n * (output + local) / step) ** 0.5
+        assert abs(min(range(2, n), key=time) - best) <= 1

@@ -104,6 +104,12 @@ class Variant:
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
+        if self.kernel == "segment_states":
+            return Budget(threads=256, ctas_per_sm=2)
+        if self.kernel == "segment_scan":
+            return Budget(threads=128, wgmma=False)
+        if self.kernel == "segment_order":
+            return Budget(threads=512, wgmma=False)
         if self.kernel == "backward_state":
             return Budget(threads=128 * (1 + self["block_dv"] // 64), spill_bytes=64)
         if self.kernel == "backward_adjoint":
@@ -131,6 +137,11 @@ def _table() -> Iterable[Variant]:
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "block_dv": block}
         for kernel in ("chunk_forward", "backward_state", "backward_adjoint"):
             yield Variant(kernel, tuple(options.items()))
+    for dtype, k, v in itertools.product(DTYPES, (128, 64), (128, 64)):
+        yield Variant("segment_states", (("dtype", dtype), ("head_dim_k", k), ("head_dim_v", v)))
+    for k, v in itertools.product((128, 64), repeat=2):
+        yield Variant("segment_scan", (("head_dim_k", k), ("head_dim_v", v)))
+    yield Variant("segment_order", ())
     gate_dtypes = ("float32", "bfloat16")
     for dtype, k, v, beta in itertools.product(DTYPES, (128, 64), (128, 64), gate_dtypes):
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "beta_dtype": beta}
@@ -160,7 +171,11 @@ def find_variant(kernel: str, **options: Any) -> Variant:
 def select(dtypes: Sequence[str] | None = None, all_variants: bool = False) -> list[Variant]:
     """The variants that `warmup` compiles: the common ones in bfloat16, unless told other dtypes, or all."""
     dtypes = dtypes or (DTYPES if all_variants else DTYPES[:1])
-    return [variant for variant in VARIANTS if variant["dtype"] in dtypes and (all_variants or variant.common)]
+    return [
+        variant
+        for variant in VARIANTS
+        if dict(variant.options).get("dtype", dtypes[0]) in dtypes and (all_variants or variant.common)
+    ]
 
 
 # ---- the compiler and the cache

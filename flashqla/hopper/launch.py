@@ -1,4 +1,4 @@
-"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels."""
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or five with segments."""
 
 import functools
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ..plan import Plan
 from . import chunk_forward, gated_inverse
 from .compile import kernel
+from .segments import Segments, segment_ends
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
@@ -49,12 +50,14 @@ def forward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
+    cp_threshold: float | None,
     plan: Plan,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
-    Two launches on the current stream; nothing waits for the device, nothing is read back from it.
+    Two launches on the current stream, five if the plan has segments; nothing waits for the device, nothing is read
+    back from it.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -97,6 +100,10 @@ def forward(
             flags,
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
+        if plan.segment_chunks:
+            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, cp_threshold)
+        else:
+            segments = Segments.none(N, HV, K, V, q.device)
         kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
             q,
             k,
@@ -106,8 +113,11 @@ def forward(
             offsets,
             no_state if initial is None else initial,
             final,
+            segments.states,
             o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
             float(scale),
+            segments.chunks,
+            segments.count,
             int(initial is not None),
             int(output_final_state),
             int(use_qk_l2norm),
