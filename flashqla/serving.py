@@ -175,8 +175,9 @@ def _of_tokens(per_sequence: Tensor, operands: Operands) -> Tensor:
     """A flag a sequence as a flag a token, ``[B, T, 1, 1]``."""
     if operands.cu_seqlens is None:
         return per_sequence[:, None, None, None]
-    tokens = torch.arange(operands.q.shape[1], device=per_sequence.device)
-    owner = torch.searchsorted(operands.cu_seqlens[1:].contiguous(), tokens, right=True)
+    ends = operands.cu_seqlens[1:].contiguous()
+    tokens = torch.arange(operands.q.shape[1], device=ends.device, dtype=ends.dtype)
+    owner = torch.searchsorted(ends, tokens, right=True)
     padded = torch.cat([per_sequence, per_sequence.new_zeros(1)])  # tokens past the last sequence
     return padded[owner][None, :, None, None]
 

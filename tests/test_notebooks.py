@@ -92,9 +92,13 @@ def test_run_reports_a_failure(tmp_path):
     assert [check["label"] for check in summary["01_right"]["checks"]] == ["x"]
 
 
+COMMITTED = FOLDER / "results" / "h200" / "notebooks.json"
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="no run on a Hopper GPU is committed")
 def test_committed_run_has_every_notebook():
     """The run on a Hopper GPU, committed: every notebook, nothing failed."""
-    run = json.loads((FOLDER / "results" / "h200" / "notebooks.json").read_text())
+    run = json.loads(COMMITTED.read_text())
     assert run["env"]["capability"] == "9.0"
     assert set(run["notebooks"]) == {path.stem for path in SOURCES}
     for name, found in run["notebooks"].items():
