@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, ops, validation
+from . import backends, ops, serving, validation
 from .operands import Gradients, Operands, Options, make_plan
-from .plan import Plan
+from .plan import CP_THRESHOLD, Plan
 from .validation import Call
 
 
@@ -47,8 +47,15 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     plan: Plan | None = None,
     context_parallel: bool | str = "auto",
+    cp_threshold: float | None = CP_THRESHOLD,
     backend: str = "auto",
     cp_group: Any = None,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace_final_state: bool = False,
+    out: Tensor | None = None,
+    states: Tensor | None = None,
+    states_every: int | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over whole sequences, chunk by chunk; differentiable once, bitwise deterministic.
@@ -79,10 +86,25 @@ def chunk_gated_delta_rule(
         A_log, dt_bias: ``[HV]``; used with ``use_gate_in_kernel`` only, where ``dt_bias`` may be None.
         chunk_size: a hint of 16, 32 or 64; the results are those of any chunk size.
         plan: a reusable :class:`flashqla.Plan` that fits the shapes.
-        context_parallel: cut long sequences into segments that run side by side. "auto" decides; True needs the
-            reference backend for now.
+        context_parallel: cut long sequences into segments that run side by side (eq. 7.1 to 7.4). "auto" lets the
+            plan decide; True insists, and raises where there is nothing to cut.
+        cp_threshold: log decay, below 0, over which a segment's end state forgets what came before it: its error is
+            below ``exp(cp_threshold)`` times what was forgotten (eq. 7.4). Heads that decay less are exact, and so are
+            segments in which some ``beta |k|^2`` exceeds 2 (keys of norm 1 and beta up to 2 do not). None: all are. The
+            reference is always exact.
         backend: "auto" takes the Hopper kernels where they can run the call, else the reference. "hopper", "reference"
             and "fla" (the Triton kernels of flash-linear-attention) insist.
+        state_indices: ``[N]`` int32 or int64, without gradients, as all that follow: ``initial_state`` is a pool of any
+            number of slots, and sequence n starts from slot ``state_indices[n]``. A negative index skips the sequence:
+            its output and returned state are 0, and no slot is touched.
+        has_initial_state: ``[N]`` bool: where False, the sequence starts from zeros, whatever its slot holds.
+        inplace_final_state: write final states where the initial ones lie, and return that tensor. The recurrent kernel
+            writes there itself; the chunk kernels' N states are gathered from the pool and scattered back.
+        out: buffer for the output, ``[B, T, HV, V]`` in q's dtype.
+        states, states_every: for prefix caches: after every ``L = 64 * states_every`` tokens of a sequence its state
+            goes to a row of ``states``, ``[B * T // L, HV, K, V]`` in the dtype and layout of the final state: after
+            ``(j + 1) * L`` tokens of sequence n to row ``cu_seqlens[n] // L + j`` (``n * T // L + j`` in a dense
+            batch). Other rows are not touched. Runs on the reference.
 
     Returns:
         ``(o, final_state)``: ``[B, T, HV, V]`` in q's dtype, and float32 (float64 for float64 q) in the layout of
@@ -116,8 +138,15 @@ def chunk_gated_delta_rule(
         chunk_size=chunk_size,
         plan=plan,
         context_parallel=context_parallel,
+        cp_threshold=cp_threshold,
         backend=backend,
         cp_group=cp_group,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+        inplace_final_state=inplace_final_state,
+        out=out,
+        states=states,
+        states_every=states_every,
     )
     return _run(ops.differentiable, "chunk_gated_delta_rule", call, unknown, form="chunked")
 
@@ -136,8 +165,8 @@ def fused_recurrent_gated_delta_rule(
     """The same recurrence token by token, for decoding: continues from a prefill's ``final_state``.
 
     Takes every argument of :func:`chunk_gated_delta_rule`. Without ``g`` nothing decays, without ``beta`` every write
-    is full. The loop is the reference's on every device for now; gradients are those of the chunked backward, so it is
-    differentiable once. ``gk`` and ``gv`` (per-channel decays of flash-linear-attention's function) must be None.
+    is full. On Hopper one kernel reads and writes each state once; gradients are those of the chunked backward, so it
+    is differentiable once. ``gk`` and ``gv`` (per-channel decays of flash-linear-attention's function) must be None.
     """
     if isinstance(v, Tensor):
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
@@ -223,6 +252,7 @@ def is_supported(
     beta: Tensor | None = None,
     *,
     backend: str = "hopper",
+    function: Callable = chunk_gated_delta_rule,
     **options: Any,
 ) -> tuple[bool, list[str]]:
     """Whether a backend can run a call, and why not. Launches nothing and raises nothing.
@@ -232,6 +262,7 @@ def is_supported(
 
     Args:
         backend: "hopper", "reference", "fla", or "auto", which always finds one for a valid call.
+        function: :func:`chunk_gated_delta_rule` or :func:`fused_recurrent_gated_delta_rule`.
         the others: as for :func:`chunk_gated_delta_rule`.
 
     Returns:
@@ -248,8 +279,9 @@ def is_supported(
     if not reasons and backend == "fla":
         reasons = backends.fla_refusals(call.q.device)
     elif not reasons and backend == "hopper":
-        operands, flags = _lower(call, "chunked")
-        reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags))
+        form = "recurrent" if function is fused_recurrent_gated_delta_rule else "chunked"
+        operands, flags = _lower(call, form)
+        reasons = backends.hopper_refusals(operands, flags, make_plan(operands, flags), serving.Serving.of(call))
     return not reasons, reasons
 
 
@@ -271,8 +303,15 @@ def _collect(options: dict[str, Any], **named: Any) -> tuple[Call, dict[str, Any
 def _run(run: Callable, function: str, call: Call, unknown: dict[str, Any], form: str) -> Any:
     """Validate a call, then hand its operands and options to ``run``."""
     validation.require(function, call, unknown)
-    if call.backend == "fla":
+    if call.backend == "fla" or backends.prefers_fla(function, call):
         return backends.run_fla(function, call)
+    if (served := serving.Serving.of(call)) is not None:
+        serving.refuse_gradients(function, call)
+        if run is not ops.differentiable and run is not ops.forward:
+            raise NotImplementedError(f"{function}: pools and buffers are for the forward alone")
+        if form == "recurrent" and call.states is not None:
+            raise NotImplementedError(f"{function}: states: must be None token by token, which has no chunks")
+        return serving.run(function, call, served, *_lower(call, form))
     if call.context_parallel is True:
         if form == "recurrent":
             text = "context_parallel: must be False or 'auto' token by token, which has no segments, got True"
@@ -309,5 +348,16 @@ def _lower(call: Call, form: str) -> tuple[Operands, Options]:
         form=form,
         backend=call.backend,
         block_dv=0 if call.plan is None else call.plan.block_dv,
+        segment_chunks=_segment_chunks(call),
+        cp_threshold=None if call.cp_threshold is None else float(call.cp_threshold),
     )
     return operands, options
+
+
+def _segment_chunks(call: Call) -> int:
+    """What the call says about segments: 0 none, -1 the plan that is yet to be made chooses."""
+    if call.context_parallel is False:
+        return 0
+    if call.plan is None or (call.context_parallel is True and not call.plan.segment_chunks):
+        return -1
+    return call.plan.segment_chunks

@@ -8,6 +8,7 @@ CPU the chunked form races the token loop (`flashqla.bench_cpu`).
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import math
 import statistics
@@ -34,6 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     The result file is complete after every row, whatever becomes of the next one.
     """
+    if arguments.decode:
+        return importlib.import_module("flashqla.bench_decode").main(arguments)
     if arguments.cpu:
         return bench_cpu.main(arguments)
     peers = [name for name in arguments.peers.split(",") if name not in ("", "none")]

@@ -1,4 +1,4 @@
-"""The command line: python -m flashqla demo | doctor | selftest | bench | report | warmup.
+"""The command line: python -m flashqla demo | doctor | selftest | bench | report | calibrate | warmup.
 
 Exit codes: 0 all is well, 1 something was measured and found wrong, 2 the command cannot be carried out (one line on
 stderr says why), 130 interrupted.
@@ -64,6 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "flashqla.bench", "Time the library against its rivals.")
     bench.add_argument("--cpu", action="store_true", help="the chunked path against the token loop, on the CPU")
+    bench.add_argument(
+        "--decode", action="store_true", help="on a GPU: a few tokens of many sequences, against fla-core"
+    )
     for direction, says in (
         ("forward", "the forward (default)"),
         ("backward", "the backward alone"),
@@ -89,6 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is out of date")
     report.add_argument("--root", metavar="DIR", help="the checkout (default: the one this package is imported from)")
 
+    calibrate = command("calibrate", "flashqla.calibrate", "Measure what the plan's cost model needs, on this GPU.")
+    calibrate.add_argument("--json", metavar="FILE", help="write it here; flashqla/costs.json is what plans read")
+
     says = "Compile the kernels into the cache that the library uses; needs no GPU."
     warmup = commands.add_parser("warmup", help=says, description=says)
     warmup.add_argument(
@@ -97,6 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     warmup.add_argument("--all", action="store_true", help="also head dimensions of 64 and gates in bfloat16")
     warmup.add_argument("--workers", type=positive_int, help="kernels to compile at a time (default: one a CPU)")
     warmup.add_argument("--report", action="store_true", help="also print what they use of registers and memory")
+    warmup.add_argument(
+        "--export",
+        metavar="DIR",
+        help="also copy them to DIR; a machine without nvcc runs them with TILELANG_CACHE_DIR=DIR",
+    )
     warmup.set_defaults(command=run_warmup)
     return parser
 
@@ -112,6 +123,9 @@ def run_warmup(arguments: argparse.Namespace) -> int:
         variants = compiler.warmup(arguments.dtype, arguments.all, arguments.workers)
         new = compiler.builds() - before
         print(f"{len(variants)} kernels ready, {new} of them new; cache: {compiler.describe_cache()}")
+        if arguments.export:
+            folder = compiler.export(variants, arguments.export)
+            print(f"exported; on a machine without nvcc: export TILELANG_CACHE_DIR={folder.resolve()}")
         text, ok = resources.report(variants, arguments.workers) if arguments.report else ("", True)
     except ImportError as error:
         raise UserError(f"there are no kernels to compile in this installation ({error})") from error

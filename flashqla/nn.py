@@ -18,9 +18,9 @@ token a sequence (`step`). A state handed from one call to the next makes them c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +184,7 @@ class GatedDeltaNet(nn.Module):
     def step(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
         """One token of each sequence, x `[N, D]` -> y `[N, D]`, by the recurrence itself (eq. 1.1 to 1.3)."""
         y, state = self._mix(fused_recurrent_gated_delta_rule, x[:, None], None, state, True)
-        return y[:, 0], state
+        return y[:, 0], cast(LayerState, state)
 
     def _mix(
         self, rule: Callable, x: Tensor, cu_seqlens: Tensor | None, state: LayerState | None, return_state: bool
@@ -263,7 +263,8 @@ class Block(nn.Module):
         return self._add(x, *self.mixer(self.mixer_norm(x), **options))
 
     def step(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
-        return self._add(x, *self.mixer.step(self.mixer_norm(x), state))
+        y, state = self._add(x, *self.mixer.step(self.mixer_norm(x), state))
+        return y, cast(LayerState, state)
 
     def _add(self, x: Tensor, mixed: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState | None]:
         x = x + mixed
@@ -328,7 +329,8 @@ class LanguageModel(nn.Module):
     def _through(self, run: Callable, tokens: Tensor, state: list[LayerState] | None) -> tuple[Tensor, list]:
         """Logits of `tokens` after `run(block, x, layer_state)` of every block, and the new states."""
         x, new_state = self.embedding(tokens), []
-        for block, layer_state in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+        states: Sequence[LayerState | None] = state or [None] * len(self.blocks)
+        for block, layer_state in zip(self.blocks, states, strict=True):
             x, layer_state = run(block, x, layer_state)
             new_state.append(layer_state)
         return F.linear(self.norm(x), self.embedding.weight), new_state

@@ -30,7 +30,8 @@ class Options(NamedTuple):
     """The numbers and flags of a call.
 
     ``form`` is how the recurrence is computed: "chunked", "recurrent" (token by token) or "split" (segments and a
-    scan). ``block_dv`` fixes the plan's split of d_v; 0 lets the plan choose.
+    scan). ``block_dv`` fixes the plan's split of d_v; 0 lets the plan choose. ``segment_chunks`` fixes how many chunks
+    a segment has; 0: no segments, -1: the plan chooses. ``cp_threshold`` is that of eq. 7.4, None: exact.
     """
 
     scale: float
@@ -43,6 +44,8 @@ class Options(NamedTuple):
     form: str
     backend: str
     block_dv: int
+    segment_chunks: int
+    cp_threshold: float | None
 
 
 class Gradients(NamedTuple):
@@ -78,13 +81,17 @@ def make_plan(operands: Operands, options: Options) -> Plan:
         lengths,
         device_sm_count(operands.q.device),
         options.block_dv or None,
+        True if options.form == "split" else "auto" if options.segment_chunks else False,
+        None if options.segment_chunks < 0 else options.segment_chunks,
     )
 
 
 @functools.lru_cache(maxsize=512)
-def _plan_of(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv) -> Plan:
+def _plan_of(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv, context_parallel, segment_chunks) -> Plan:
     """Plans are values: calls of the same shapes share one."""
-    return Plan.build(q_shape, v_shape, cu_seqlens_shape, lengths, sm_count=sm_count, block_dv=block_dv)
+    return Plan.build(
+        q_shape, v_shape, cu_seqlens_shape, lengths, sm_count, block_dv, context_parallel, segment_chunks
+    )  # fmt: skip
 
 
 def _offsets_on_host(operands: Operands) -> Tensor | None:

@@ -21,21 +21,21 @@ from .reference.layout import compute_dtype
 CPU_CHUNK_SIZE = 32
 """Tokens of a chunk on a CPU: fewer operations than with 64, and products of this size reach nearly the same rate."""
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool state_v_first, "
     "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
-    "str form, str backend, int block_dv"
+    "str form, str backend, int block_dv, int segment_chunks, float? cp_threshold"
 )
 
 torch.library.define(
     "flashqla::gated_delta_rule_forward",
-    f"({_ARGUMENTS}) -> (Tensor o, Tensor final_state)",
+    f"({ARGUMENTS}) -> (Tensor o, Tensor final_state)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "flashqla::gated_delta_rule_backward",
-    f"(Tensor? do, Tensor? dht, {_ARGUMENTS}, bool[] needed) -> ("
+    f"(Tensor? do, Tensor? dht, {ARGUMENTS}, bool[] needed) -> ("
     + ", ".join(f"Tensor {name}" for name in Gradients._fields)
     + ")",
     tags=torch.Tag.pt2_compliant_tag,
@@ -53,7 +53,7 @@ def _state_shape(operands: Operands, state_v_first: bool) -> tuple[int, ...]:
 
 
 @torch.library.register_fake("flashqla::gated_delta_rule_forward")
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     shape = _state_shape(operands, options.state_v_first) if options.output_final_state else (0,)
     final_state = operands.q.new_empty(shape, dtype=compute_dtype(operands.q))
@@ -76,18 +76,23 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tu
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
     plan = make_plan(operands, options)
-    if backends.choose(operands, options, plan) == "hopper":
-        o, final_state = backends.hopper_forward(operands, options, plan)
-    else:
-        o, final_state = _reference_forward(operands, options)
+    on_hopper = backends.choose(operands, options, plan) == "hopper"
+    result = backends.hopper_forward(operands, options, plan) if on_hopper else None
+    o, final_state = reference_forward(operands, options) if result is None else result
     return o, operands.q.new_empty(0, dtype=compute_dtype(operands.q)) if final_state is None else final_state
 
 
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
-    plan = make_plan(operands, options)
-    if backends.choose(operands, options, plan) == "hopper":
+    # Only the forward's sequences are cut: the split of d_v that suits segments does not suit these chains.
+    kernels = options._replace(segment_chunks=0, block_dv=0 if options.segment_chunks else options.block_dv)
+    if options.form == "split":
+        kernels = kernels._replace(form="chunked")
+    elif options.form == "recurrent":  # the chunk kernels give its gradients; what they refuse, the reference computes
+        kernels = kernels._replace(form="chunked", backend="auto" if options.backend == "hopper" else options.backend)
+    plan = make_plan(operands, kernels)
+    if backends.choose(operands, kernels, plan) == "hopper":
         gradients = backends.hopper_backward(do, dht, operands, options, plan, needed)
     else:
         gradients = _reference_backward(do, dht, operands, options, needed)
@@ -146,7 +151,7 @@ def _prepare(operands: Operands, options: Options) -> _Prepared:
     return _Prepared(q, k, v, g, beta, q_rstd, k_rstd, raw_g, raw_beta, A_log, dt_bias, keywords)
 
 
-def _reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     with torch.autocast(operands.q.device.type, enabled=False):
         inputs = _prepare(operands, options)
         compute = getattr(reference, options.form)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .costs import Cut, Estimate, Work, candidates, cheapest, estimate, mean_cost
 
 CHUNK_SIZE = 64
 """Tokens per chunk (C)."""
@@ -17,8 +20,11 @@ CHUNK_SIZE = 64
 DEFAULT_SM_COUNT = 132
 """Streaming multiprocessors of an H100 SXM or H200; the default where no GPU is present."""
 
-COST_PER_CHUNK = {128: 2.0, 64: 1.35}
-"""Microseconds a thread block needs per chunk on an H200, by the number of state columns (``block_dv``) it owns."""
+CP_THRESHOLD = -10.0
+"""Log decay over which a segment forgets what came before it (eq. 7.4), unless a call says otherwise."""
+
+ALTERNATIVES = 4
+"""Other cuts that `Plan.explain` names, besides that of whole sequences."""
 
 
 def sequence_lengths(offsets: Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -59,6 +65,7 @@ class Plan:
         head_dim_k, head_dim_v: K and V.
         sm_count: streaming multiprocessors the plan was made for.
         block_dv: state columns owned by one thread block; ``head_dim_v // block_dv`` blocks share one chain.
+        segment_chunks: chunks of a segment; 0: sequences are not cut.
         num_chunks: chunks of one value head over all sequences; exact when ``lengths`` are known, else an upper bound.
         chunk_size: C.
         lengths: sequence lengths if the host knows them.
@@ -74,6 +81,7 @@ class Plan:
     head_dim_v: int
     sm_count: int
     block_dv: int
+    segment_chunks: int
     num_chunks: int
     chunk_size: int = CHUNK_SIZE
     lengths: tuple[int, ...] | None = None
@@ -88,6 +96,8 @@ class Plan:
         lengths: Sequence[int] | None = None,
         sm_count: int = DEFAULT_SM_COUNT,
         block_dv: int | None = None,
+        context_parallel: bool | str = "auto",
+        segment_chunks: int | None = None,
     ) -> Plan:
         """Make the plan of a call.
 
@@ -98,10 +108,14 @@ class Plan:
             lengths: the N lengths of packed sequences, when the host knows them; makes the plan exact.
             sm_count: streaming multiprocessors of the device.
             block_dv: fixes the split of d_v instead of choosing the cheapest.
+            context_parallel: "auto" cuts sequences into segments where that is expected to pay; True wherever a
+                sequence has two chunks, False nowhere.
+            segment_chunks: fixes the length of a segment instead of choosing the cheapest; 0: no segments.
 
         Raises:
             ValueError: when a shape is not one of a call, ``lengths`` do not fit the shapes, ``block_dv`` does not
-                divide V, or there is no multiprocessor.
+                divide V, ``segment_chunks`` is negative or contradicts ``context_parallel``, or there is no
+                multiprocessor.
         """
         q_shape, v_shape = _check_shape("q_shape", q_shape), _check_shape("v_shape", v_shape)
         batch, tokens, num_heads, head_dim_k = q_shape
@@ -114,18 +128,20 @@ class Plan:
             _check_lengths(lengths, tokens, cu_seqlens_shape)
             num_sequences, max_seqlen = len(lengths), max(lengths, default=0)
             num_chunks = sum(_chunks(length) for length in lengths)
-        elif packed:
+        elif cu_seqlens_shape is not None:
             num_sequences, max_seqlen = int(cu_seqlens_shape[0]) - 1, tokens
             num_chunks = tokens // CHUNK_SIZE + num_sequences
         else:
             num_sequences, max_seqlen = batch, tokens
             num_chunks = batch * _chunks(tokens)
-        if block_dv is None:
-            costs = split_costs(num_sequences * num_value_heads, head_dim_v, sm_count)
-            block_dv = min(costs, key=costs.get, default=head_dim_v)
-        elif block_dv < 1 or head_dim_v % block_dv:
+        if block_dv is not None and (block_dv < 1 or head_dim_v % block_dv):
             raise ValueError(f"block_dv: must divide V = {head_dim_v}, got {block_dv}")
-        return cls(
+        if context_parallel not in ("auto", True, False):
+            raise ValueError(f'context_parallel: must be "auto", True or False, got {context_parallel!r}')
+        if segment_chunks is not None and (segment_chunks < 0 or (context_parallel is False and segment_chunks)):
+            most = "be 0 without context_parallel" if context_parallel is False else "not be negative"
+            raise ValueError(f"segment_chunks: must {most}, got {segment_chunks}")
+        plan = cls(
             num_sequences=num_sequences,
             num_tokens=batch * tokens,
             max_seqlen=max_seqlen,
@@ -134,11 +150,18 @@ class Plan:
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
             sm_count=sm_count,
-            block_dv=block_dv,
+            block_dv=block_dv or head_dim_v,
+            segment_chunks=segment_chunks or 0,
             num_chunks=num_chunks,
             lengths=lengths,
             packed=packed,
         )
+        if block_dv is None or segment_chunks is None:
+            fixed = Cut(block_dv, 0 if context_parallel is False else segment_chunks)
+            cut = cheapest(plan._works(), sm_count, fixed, context_parallel is True) if plan.chains else None
+            if cut is not None:
+                plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
+        return plan
 
     @property
     def chains(self) -> int:
@@ -147,14 +170,52 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks: every chain is shared by ``V / block_dv`` of them."""
-        return self.chains * self.head_dim_v // self.block_dv
+        """Thread blocks of the output: every segment of a chain is shared by ``V / block_dv`` of them. Without known
+        lengths a bound."""
+        return self.num_segments * self.num_value_heads * self.head_dim_v // self.block_dv
+
+    @property
+    def num_segments(self) -> int:
+        """Segments over all sequences, a whole sequence being one. Without known lengths a bound."""
+        if not self.segment_chunks:
+            return self.num_sequences
+        if self.packed and self.lengths is None:
+            return self.num_sequences + self.num_tokens // (self.segment_chunks * self.chunk_size)
+        lengths = (self.max_seqlen,) * self.num_sequences if self.lengths is None else self.lengths
+        return sum(max(1, _ceil_divide(_chunks(length), self.segment_chunks)) for length in lengths)
+
+    def _works(self) -> list[Work]:
+        """What the call may be: one, or where only the device knows the lengths, equal ones and a single long one."""
+        n = self.num_sequences
+        if self.lengths is not None:
+            cases = [[(_chunks(length), 1) for length in self.lengths]]
+        elif not self.packed or n < 2:
+            cases = [[(_chunks(self.max_seqlen), n)]]
+        else:
+            total = _chunks(self.num_tokens)
+            cases = [[(_ceil_divide(total, n), n)], [(max(total - n + 1, 1), 1), (1, n - 1)]]
+        heads = (self.num_heads, self.num_value_heads, self.head_dim_k, self.head_dim_v)
+        return [Work(_runs(case), *heads) for case in cases]
+
+    def estimates(self, cut: Cut | None = None) -> list[Estimate]:
+        """Expected times of the kernels with this cut (default: the plan's), for each thing that the call may be."""
+        cut = cut or Cut(self.block_dv, self.segment_chunks)
+        return [estimate(work, cut, self.sm_count) for work in self._works()]
+
+    def cost(self, cut: Cut | None = None) -> float:
+        """Expected microseconds of a call with this cut (default: the plan's)."""
+        return mean_cost(self._works(), cut or Cut(self.block_dv, self.segment_chunks), self.sm_count)
+
+    def costs(self) -> dict[Cut, float]:
+        """Expected microseconds of every cut that `build` compares."""
+        works = self._works()
+        return {cut: mean_cost(works, cut, self.sm_count) for cut in candidates(works)} if self.chains else {}
 
     def mismatches(
         self, q_shape: Sequence[int], v_shape: Sequence[int], cu_seqlens_shape: Sequence[int] | None = None
     ) -> list[str]:
         """What keeps this plan from serving a call of these shapes; empty when it fits."""
-        other = Plan.build(q_shape, v_shape, cu_seqlens_shape, sm_count=self.sm_count)
+        other = Plan.build(q_shape, v_shape, cu_seqlens_shape, block_dv=int(v_shape[3]) or 1, segment_chunks=0)
         names = ["packed", "num_sequences", "num_tokens", "num_heads", "num_value_heads", "head_dim_k", "head_dim_v"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [
@@ -177,28 +238,42 @@ class Plan:
             f"{self.num_heads} query/key heads with K = {self.head_dim_k}, "
             f"{self.num_value_heads} value heads with V = {self.head_dim_v}",
             f"{self.num_chunks} chunks of {self.chunk_size} tokens a value head, {self.chains} independent chains",
-            f"{self.blocks} thread blocks of {self.block_dv} state columns on {self.sm_count} SMs",
+            f"{self.num_segments} segments"
+            + (f" of at most {self.segment_chunks} chunks" if self.segment_chunks else ", each a whole sequence")
+            + f", {self.blocks} thread blocks of {self.block_dv} state columns on {self.sm_count} SMs",
         ]
-        costs = split_costs(self.chains, self.head_dim_v, self.sm_count)
+        costs = self.costs()
         if not costs:
-            lines.append(f"V = {self.head_dim_v} is not a multiple of 64: no split of d_v to choose from")
-        for columns, cost in costs.items():
-            verdict = "chosen" if columns == self.block_dv else "alternative"
-            waves = _ceil_divide(self.chains * self.head_dim_v // columns, self.sm_count)
-            lines.append(
-                f"  {columns} columns a block: {waves} waves x {COST_PER_CHUNK[columns]} = {cost:.2f} ({verdict})"
-            )
+            return "\n".join(lines)
+        mine = Cut(self.block_dv, self.segment_chunks)
+        lines.append(f"expected: {' or '.join(map(str, self.estimates()))}; with other cuts:")
+        best = {}  # of each length of a segment, its best split of d_v
+        for cut, cost in costs.items():
+            if cut != mine and cost < best.get(cut.segment_chunks, (cost + 1,))[0]:
+                best[cut.segment_chunks] = (cost, cut)
+        for cost, cut in sorted(best.values())[:ALTERNATIVES]:
+            lines.append(f"  {cost:.0f} us  {_describe(cut)}")
+        if 0 in best and best[0] not in sorted(best.values())[:ALTERNATIVES]:
+            lines.append(f"  {best[0][0]:.0f} us  {_describe(best[0][1])}")
         return "\n".join(lines)
 
+    def plot(self, axes: Any = None) -> Any:
+        """The expected schedule: a row for each SM, a bar for each thread block of the output, the kernels before it as
+        bands over all SMs. Draws on matplotlib axes, new ones by default, and returns them."""
+        from .gantt import draw
 
-def split_costs(chains: int, head_dim_v: int, sm_count: int) -> dict[int, float]:
-    """Relative cost of one chunk step for every possible ``block_dv``: waves over the SMs times the time a block
-    needs."""
-    return {
-        columns: _ceil_divide(chains * head_dim_v // columns, sm_count) * cost
-        for columns, cost in COST_PER_CHUNK.items()
-        if head_dim_v % columns == 0
-    }
+        return draw(self._works()[0], Cut(self.block_dv, self.segment_chunks), self.sm_count, axes)
+
+
+def _describe(cut: Cut) -> str:
+    cut_or_not = f"segments of {cut.segment_chunks} chunks" if cut.segment_chunks else "whole sequences"
+    return f"{cut_or_not}, {cut.block_dv} columns a block"
+
+
+def _runs(sequences: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbours of the same number of chunks joined; those without a chunk left out."""
+    groups = itertools.groupby((pair for pair in sequences if pair[0] and pair[1]), key=lambda pair: pair[0])
+    return tuple((chunks, sum(count for _, count in group)) for chunks, group in groups)
 
 
 def _chunks(length: int) -> int:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .plan import Plan, sequence_lengths
+from . import validation_serving
+from .plan import CP_THRESHOLD, Plan, sequence_lengths
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "hopper", "fla", "reference")
@@ -30,6 +31,7 @@ FLAGS = (
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
     "state_v_first",
+    "inplace_final_state",
 )
 
 RESERVED = {
@@ -71,8 +73,15 @@ class Call(NamedTuple):
     chunk_size: int = 64
     plan: Plan | None = None
     context_parallel: bool | str = "auto"
+    cp_threshold: float | None = CP_THRESHOLD
     backend: str = "auto"
     cp_group: Any = None
+    state_indices: Tensor | None = None
+    has_initial_state: Tensor | None = None
+    inplace_final_state: bool = False
+    out: Tensor | None = None
+    states: Tensor | None = None
+    states_every: int | None = None
     gk: Tensor | None = None
     gv: Tensor | None = None
     do: Tensor | None = None
@@ -159,6 +168,7 @@ def find_problems(call: Call) -> list[Problem]:
         *_find_tensor_problems(call),
         *_find_option_problems(call),
         *_find_sequence_problems(call),
+        *validation_serving.find_problems(call),
     ]
 
 
@@ -256,6 +266,8 @@ def _find_shape_problems(call: Call, sound: set[str]) -> list[Problem]:
     }
     if call.cu_seqlens is None or (isinstance(call.cu_seqlens, Tensor) and call.cu_seqlens.dim() == 1):
         expected |= {"initial_state": call.state_shape, "dht": call.state_shape}
+        if call.state_indices is not None and isinstance(call.initial_state, Tensor):  # a pool of any number of slots
+            expected["initial_state"] = (call.initial_state.shape[0], *call.state_shape[1:])
     layouts = {
         "g": "[B, T, HV]",
         "beta": "[B, T, HV]",
@@ -297,6 +309,13 @@ def _find_option_problems(call: Call) -> list[Problem]:
     if not isinstance(call.context_parallel, (bool, str)) or call.context_parallel not in ("auto", True, False):
         text = f'context_parallel: must be "auto", True or False, got {call.context_parallel!r}'
         problems.append((ValueError, text))
+    if call.cp_threshold is not None:
+        if isinstance(call.cp_threshold, bool) or not isinstance(call.cp_threshold, (Real, torch.SymFloat)):
+            text = f"cp_threshold: must be a number or None, got {type(call.cp_threshold).__name__}"
+            problems.append((TypeError, text))
+        elif not -sys.float_info.max <= call.cp_threshold < 0:
+            text = f"cp_threshold: must be a negative log decay or None, got {call.cp_threshold}"
+            problems.append((ValueError, text))
     for name, reason in RESERVED.items():
         if getattr(call, name) is not None:
             problems.append(
@@ -323,6 +342,11 @@ def _find_sequence_problems(call: Call) -> list[Problem]:
     if problems or not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (call.q, call.v)):
         return problems
     if call.plan is not None:
+        if call.context_parallel is False and call.plan.segment_chunks:
+            text = (
+                f"was made with segments of {call.plan.segment_chunks} chunks, this call has context_parallel = False"
+            )
+            problems.append((ValueError, f"plan: {text}"))
         shape = None if call.cu_seqlens is None else call.cu_seqlens.shape
         problems += [(ValueError, f"plan: {text}") for text in call.plan.mismatches(call.q.shape, call.v.shape, shape)]
     if not problems:

@@ -495,9 +495,9 @@ for options in cases.values():
     for name, form in FORMS.items():
         errors[name].append(testing.compare(run(form, Rounding(), drawn, torch.float32)[0], exact).relative_l2)
 
-print(f"{'relative error of the output':30}" + "".join(f"{case:>20}" for case in cases))
+print(f"{'relative error of the output':30}" + "".join(f"{case:>18}" for case in cases))
 for name, row in errors.items():
-    print(f"{name:30}" + "".join(f"{error:20.2e}" for error in row))
+    print(f"{name:30}" + "".join(f"{error:18.2e}" for error in row))
 
 fig, ax = plt.subplots(figsize=(9, 3.2))
 for i, (name, row) in enumerate(errors.items()):

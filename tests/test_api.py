@@ -26,6 +26,7 @@ from flashqla import (
     is_supported,
     ops,
 )
+from flashqla.hopper.compile import CompileError
 from flashqla.operands import Operands, Options
 from flashqla.testing import check_outcome, inputs, oracle64, outcome
 
@@ -253,7 +254,9 @@ def pretend_hopper(monkeypatch):
     launch.refusals = lambda *tensors, plan, **flags: launch.reasons
     launch.forward = forward
     package = types.ModuleType("flashqla.hopper")
-    package.launch, package.launch_backward = launch, types.SimpleNamespace(backward=backward)
+    package.launch = package.launch_recurrent = launch
+    package.launch_backward = types.SimpleNamespace(backward=backward)
+    package.compile = types.SimpleNamespace(shortage=list, CompileError=CompileError)
     monkeypatch.setitem(sys.modules, "flashqla.hopper", package)
     monkeypatch.setattr(flashqla, "hopper", package, raising=False)
     monkeypatch.setattr(backends, "device_refusals", lambda device=None: [])
@@ -287,17 +290,52 @@ def test_auto_falls_back_and_says_why(pretend_hopper, caplog):
     assert is_supported(**made.arguments()) == (False, pretend_hopper.reasons)
 
 
-def test_kernels_have_no_segments_yet(pretend_hopper):
-    made = inputs(tokens=8)
-    with pytest.raises(NotImplementedError, match="context_parallel: must be False or 'auto' with the Hopper kernels"):
+def test_one_chunk_cannot_be_cut(pretend_hopper):
+    made = inputs(tokens=64)
+    with pytest.raises(NotImplementedError, match=r"context_parallel: must be False or 'auto' .* no sequence has two"):
         chunk_gated_delta_rule(**made.arguments(context_parallel=True))
+    assert not pretend_hopper.calls
+
+
+def test_context_parallel_reaches_the_kernels(pretend_hopper):
+    made = inputs(tokens=2048, **DIMS)
+    for choice, cut in (("auto", None), (True, True), (False, False)):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=choice))
+        plan = pretend_hopper.calls[-1]
+        assert plan == Plan.build(made.q.shape, made.v.shape, context_parallel=choice)
+        assert cut is None or bool(plan.segment_chunks) == cut
+    fixed = Plan.build(made.q.shape, made.v.shape, segment_chunks=5)
+    for choice in ("auto", True):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=choice, plan=fixed))
+        assert pretend_hopper.calls[-1].segment_chunks == 5
+    with pytest.raises(ValueError, match="plan: was made with segments of 5 chunks, this call has context_parallel"):
+        chunk_gated_delta_rule(**made.arguments(context_parallel=False, plan=fixed))
+
+
+def test_a_plan_without_segments_stays_so(pretend_hopper):
+    """The plan of a long sequence would be cut by default."""
+    made = inputs(tokens=8192, heads=1, value_heads=1, head_dim_k=64, head_dim_v=64)
+    whole = Plan.build(made.q.shape, made.v.shape, context_parallel=False)
+    assert Plan.build(made.q.shape, made.v.shape).segment_chunks > 0 == whole.segment_chunks
+    chunk_gated_delta_rule(**made.arguments(plan=whole))
+    assert pretend_hopper.calls[-1] == whole
+
+
+@pytest.mark.parametrize("threshold", [-10.0, -3, None])
+def test_threshold_reaches_the_kernels(pretend_hopper, threshold, monkeypatch):
+    seen, forward = [], pretend_hopper.forward
+    pretend_hopper.forward = lambda *tensors, **keywords: (
+        seen.append(keywords["cp_threshold"]) or forward(*tensors, **keywords)
+    )
+    chunk_gated_delta_rule(**inputs(tokens=130).arguments(cp_threshold=threshold))
+    assert seen == [threshold]
 
 
 def test_insisting_on_kernels_that_refuse(pretend_hopper):
     pretend_hopper.reasons = ["K: must be 64 or 128, got 16", "q: must be bfloat16 or float16"]
     made = inputs(tokens=8)
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
     with pytest.raises(NotImplementedError, match=r'backend: "hopper" cannot run this call: K: .*; q: '):
         ops.forward(call, options)
 
@@ -311,5 +349,96 @@ def test_fla_not_installed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    backends._fla_import_problem.cache_clear()
     ok, reasons = is_supported(backend="fla")
+    backends._fla_import_problem.cache_clear()
     assert not ok and reasons[0].startswith("needs the package fla-core (pip install fla-core)")
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(pretend_hopper, caplog):
+    def forward(*tensors, **keywords):
+        raise CompileError("no CUDA compiler: set CUDA_HOME")
+
+    pretend_hopper.forward = forward
+    made = inputs(tokens=8)
+    expected = outcome(chunk_gated_delta_rule, made, backend="reference")
+    for _ in range(2):
+        results = outcome(chunk_gated_delta_rule, made)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    (line,) = [record for record in caplog.records if record.name == "flashqla"]
+    assert line.levelno == logging.WARNING and "reference: no CUDA compiler" in line.getMessage()
+    call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0)
+    with pytest.raises(CompileError):
+        ops.forward(call, options)
+
+
+def test_no_compiler_and_no_cache_is_a_reason(pretend_hopper, caplog):
+    flashqla.hopper.compile.shortage = lambda: ["no CUDA compiler: set CUDA_HOME; and no compiled kernel lies in /x"]
+    made = inputs(tokens=8)
+    for _ in range(2):
+        chunk_gated_delta_rule(**made.arguments())
+    assert not pretend_hopper.calls
+    (line,) = [record for record in caplog.records if record.name == "flashqla"]
+    assert line.levelno == logging.WARNING and "no compiled kernel lies in /x" in line.getMessage()
+    assert is_supported(**made.arguments())[0] is False
+
+
+@pytest.fixture
+def other_gpu(monkeypatch):
+    """A CUDA GPU that is not Hopper, with a flash-linear-attention that records its calls and answers with zeros."""
+    calls = []
+
+    def run(function):
+        def record(q, k, v, **keywords):
+            calls.append((function, keywords, backends.inside_fla()))
+            return torch.zeros_like(v), None
+
+        return record
+
+    fla = types.SimpleNamespace(**{name: run(name) for name in backends.FLA_FUNCTIONS})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "device_refusals", lambda device=None: ["needs 9.0 (Hopper), got 8.0 (A100)"])
+    monkeypatch.setattr(backends, "_cuda_refusals", lambda device: [])
+    monkeypatch.setattr(backends, "_fla_import_problem", list)
+    import_module = importlib.import_module
+    replace = {"fla.ops.gated_delta_rule": fla}
+    monkeypatch.setattr(importlib, "import_module", lambda name: replace.get(name) or import_module(name))
+    backends._log_choice.cache_clear()
+    yield calls
+    backends._log_choice.cache_clear()
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_other_gpus_run_fla(other_gpu, caplog, function):
+    made = inputs(tokens=8)
+    with caplog.at_level(logging.INFO, logger="flashqla"):
+        for _ in range(2):
+            assert function(**made.arguments())[0].count_nonzero() == 0
+    assert [(name, inside) for name, _, inside in other_gpu] == [(function.__name__, True)] * 2
+    theirs = inspect.signature(chunk_gated_delta_rule).parameters
+    own = {"plan", "context_parallel", "backend", "cp_group", "out", "states", "states_every", "state_indices"}
+    assert set(other_gpu[0][1]) <= set(theirs) - own - {"has_initial_state", "inplace_final_state"}
+    assert not backends.inside_fla()
+    assert caplog.messages == ["backend fla: needs 9.0 (Hopper), got 8.0 (A100)"]
+
+
+@pytest.mark.parametrize("reason", ["pool", "fla-core is missing", "float64", "gradients token by token", "compiled"])
+def test_other_gpus_fall_back_on_the_reference(other_gpu, caplog, reason, monkeypatch):
+    made = inputs(tokens=8, dtype=torch.float64 if reason == "float64" else torch.float32)
+    function = chunk_gated_delta_rule
+    if reason == "fla-core is missing":
+        monkeypatch.setattr(backends, "_fla_import_problem", lambda: ["needs the package fla-core"])
+    if reason == "gradients token by token":
+        made, function = made.requires_grad(), fused_recurrent_gated_delta_rule
+    options = {"inplace_final_state": True} if reason == "pool" else {}
+    state = made.initial_state.clone()
+    expected = function(**made.arguments(initial_state=state), backend="reference", **options)[0]
+    if reason == "compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with caplog.at_level(logging.INFO, logger="flashqla"):
+        assert torch.equal(function(**made.arguments(), **options)[0], expected)
+    assert not other_gpu
+    if reason != "compiled":
+        assert "got 8.0 (A100); " in caplog.messages[0]

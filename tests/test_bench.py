@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashqla
-from flashqla import bench, bench_cold, bench_peers, bench_race, reference, testing
+from flashqla import bench, bench_cold, bench_decode, bench_peers, bench_race, reference, testing
 from flashqla.bench_peers import OURS, TABLES, Row
 from flashqla.cli import main
 
@@ -385,3 +385,18 @@ def test_cold_starts_have_a_limit(monkeypatch):
     monkeypatch.setattr(bench_cold, "CHILD", "import time; time.sleep(60)")
     monkeypatch.setattr(bench_cold, "LIMIT_S", 0.5)
     assert bench_cold.cold_starts(["fla"], "step")["skipped"] == {"fla": "not ready after 0.5 s"}
+
+
+def test_decode_needs_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "--decode"]) == 2
+    assert "bench --decode: needs a CUDA device" in capsys.readouterr().err
+
+
+def test_report_of_decoding():
+    times = {"flashqla": 0.01, "v_first": 0.009, "in_place": 0.008, "fla": 0.012}
+    row = {"name": "2/8 16x1", "time_ms": times, "state_tb_per_s": 2.345}
+    assert bench_decode.cells(row) == ("2/8 16x1", "10.0", "9.0", "8.0", "12.0", "1.20", "2.35")
+    del times["fla"]
+    assert bench_decode.cells(row)[4:6] == ("-", "-")

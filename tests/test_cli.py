@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flashqla import bench_cpu, console, selftest
+from flashqla import backends, bench_cpu, console, doctor, selftest
 from flashqla.cli import main
 from flashqla.hopper import compile, resources
 
@@ -63,6 +63,48 @@ def test_doctor(said):
         assert facts["gpu"].startswith("none")
         assert facts["backend"].startswith("reference (")
         assert "CUDA" in facts["backend"]
+
+
+def test_doctor_explains_a_driver_that_is_too_old(monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(doctor, "first_line", lambda *command: "NVIDIA H200, 470.82")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    told = doctor.describe_gpu({})
+    assert told.startswith(
+        "none: torch is built for CUDA 13.0 but finds no device; The NVIDIA driver on your system is"
+    )
+    assert "found version 11040); nvidia-smi sees NVIDIA H200, 470.82" in told.replace(").", ")") and "\n" not in told
+    assert told.endswith("CUDA_VISIBLE_DEVICES is '7'")
+
+
+@pytest.mark.parametrize("fla", [True, False])
+def test_doctor_explains_an_unsupported_gpu(monkeypatch, fla):
+    refusal = "needs compute capability 9.0 (Hopper), got 8.0 (NVIDIA A100)"
+    monkeypatch.setattr(backends, "device_refusals", lambda device=None: [refusal])
+    monkeypatch.setattr(backends, "_cuda_refusals", lambda device: [])
+    monkeypatch.setattr(backends, "_fla_import_problem", lambda: [] if fla else ["needs the package fla-core"])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    told = doctor.describe_backend(torch.device("cpu"))
+    assert told.startswith("fla, " if fla else "reference (") and refusal in told
+    assert doctor.describe_backward(torch.device("cpu"), told).startswith("fla" if fla else "reference (")
+
+
+def test_a_wrong_companion_is_named(monkeypatch):
+    monkeypatch.setattr(compile.importlib.metadata, "requires", lambda name: ["torch>=2.8", "tilelang==0.1.15"])
+    monkeypatch.setattr(compile.importlib.metadata, "version", lambda name: "0.1.16")
+    compile.wrong_companion.cache_clear()
+    try:
+        wrong = compile.wrong_companion()
+        assert wrong == 'the kernels need tilelang 0.1.15, installed is 0.1.16: pip install "tilelang==0.1.15"'
+        with pytest.raises(compile.CompileError, match=r"installed is 0\.1\.16"):
+            compile._load_or_compile(compile.VARIANTS[0], "")
+    finally:
+        monkeypatch.undo()
+        compile.wrong_companion.cache_clear()
 
 
 def test_selftest_table_covers_what_it_should():
@@ -146,6 +188,13 @@ def test_user_errors_are_one_line(said, arguments, mentions):
     code, _, complaint = said(*arguments.split())
     assert code == 2
     assert mentions in complaint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is a GPU to measure")
+def test_calibrate_needs_a_gpu(said):
+    code, out, err = said("calibrate")
+    assert (code, out) == (2, "")
+    assert "calibrate: needs a CUDA device" in err
 
 
 def test_unwritable_json_is_one_line(said, tmp_path):

@@ -22,7 +22,7 @@ from flashqla.testing import inputs
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted((ROOT / "derivations").glob("*.md"))
 TEXT = {page.name: page.read_text() for page in PAGES}
-EQUATIONS, TABLE = TEXT["README.md"].split("## From equation to function")
+EQUATIONS, TABLE = TEXT["README.md"].split("## From equation to function and notebook")
 DEFINED = re.findall(r"^\| (\d+\.\d+) \| ", EQUATIONS, re.MULTILINE)
 
 # ---- numbers
@@ -130,6 +130,23 @@ def test_every_function_of_the_table_exists(numbers, names):
 
 def test_the_table_has_every_equation():
     assert {number for numbers, _ in rows_of_the_table() for number in cited("eq. " + numbers)} == set(DEFINED)
+
+
+SECTION = r"\[\d\d section (\d+)\]\(\.\./(notebooks/\w+)\.ipynb\)"
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| \d.*$", TABLE, re.MULTILINE), ids=lambda row: row[2:].split(" |")[0])
+def test_every_equation_is_in_a_section_of_a_notebook(row):
+    """The sections that the row names, `## 3 ...` or `## Level 3: ...`, cite all of its equations, and check."""
+    text = ""
+    for section, notebook in re.findall(SECTION, row):
+        source = (ROOT / notebook).with_suffix(".py").read_text()
+        heading = re.search(rf"^# ## (?:Level )?{section}\b.*$", source, re.MULTILINE)
+        assert heading, f"{notebook} has no section {section}"
+        text += source[heading.end() :].split("\n# ## ")[0]
+    assert "check(" in text, "these sections check nothing"
+    missing = set(cited("eq. " + row[2:].split(" |")[0])) - set(cited(text))
+    assert not missing, missing
 
 
 @pytest.mark.parametrize("page", TEXT)
@@ -404,3 +421,14 @@ def test_two_forms_of_the_system():
 
     assert distance(crossing(textbook.pairs), crossing(adjoint.pairs)) <= 1e-10
     assert distance(textbook.pairs.tril(-1), adjoint.pairs.tril(-1)) > 1e-3
+
+
+def test_number_of_segments():
+    """Section 7.6: T(p) = n/p (t + t') + (p - 2) sigma is least at sqrt(n (t + t') / sigma)."""
+    for n, output, local, step in ((512, 2.0, 0.7, 0.6), (128, 1.2, 0.7, 1.1), (2048, 2.0, 1.0, 0.4)):
+
+        def time(p, n=n, output=output, local=local, step=step):
+            return n / p * (output + local) + (p - 2) * step
+
+        best = (n * (output + local) / step) ** 0.5
+        assert abs(min(range(2, n), key=time) - best) <= 1

@@ -56,7 +56,7 @@ def test_dependencies():
     assert set(names) == {"torch", "numpy", "tilelang", "tqdm"}
     assert names["torch"] == "torch>=2.8"
     assert names["tilelang"] == "tilelang==0.1.15"
-    assert {"notebooks", "compare", "test", "dev"} == set(EXTRAS)
+    assert {"notebooks", "compare", "integrations", "test", "dev"} == set(EXTRAS)
 
 
 def test_version():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
+import random
 
 import pytest
 import torch
 
-from flashqla import Plan, chunk_gated_delta_rule
-from flashqla.plan import COST_PER_CHUNK, sequence_lengths
+from flashqla import Plan, chunk_gated_delta_rule, costs
+from flashqla.costs import WORTH_IT, Cut
+from flashqla.plan import sequence_lengths
 from flashqla.testing import inputs
 
 
@@ -46,21 +49,112 @@ def test_nothing_to_do():
         assert "0 independent chains" in plan.explain()
 
 
-@pytest.mark.parametrize(
-    "sequences, value_heads",
-    [(1, 64), (1, 32), (2, 64), (3, 64), (8, 64)],
-    ids=["64 chains", "32 chains", "128 chains", "192 chains", "512 chains"],
-)
-def test_block_dv_is_the_cheapest(sequences, value_heads):
-    plan = Plan.build(*shapes(batch=sequences, value_heads=value_heads), sm_count=132)
-    costs = {
-        columns: -(-sequences * value_heads * 128 // columns // 132) * COST_PER_CHUNK[columns] for columns in (128, 64)
-    }
-    assert plan.block_dv == min(costs, key=costs.get)
+SMS = (78, 114, 132, 144)
+ROWS = [(1, 64, 32768), (1, 32, 32768), (1, 8, 32768), (1, 8, 2048), (2, 64, 8192), (3, 64, 8192), (8, 64, 1024)]
 
 
-def test_few_chains_share_a_state_between_blocks():
-    assert Plan.build(*shapes(value_heads=16)).block_dv == 64
+@pytest.mark.parametrize("sm_count", SMS)
+@pytest.mark.parametrize("batch, value_heads, tokens", ROWS)
+def test_the_cut_is_the_cheapest(batch, value_heads, tokens, sm_count):
+    sizes = shapes(batch=batch, tokens=tokens, heads=value_heads // 4, value_heads=value_heads)
+    costs = Plan.build(*sizes, sm_count=sm_count).costs()
+    whole = {cut: cost for cut, cost in costs.items() if not cut.segment_chunks}
+    parts = {cut: cost for cut, cost in costs.items() if cut.segment_chunks}
+    expected = {False: min(whole, key=whole.get), True: min(parts, key=parts.get)}
+    worth_it = parts[expected[True]] < WORTH_IT * whole[expected[False]]
+    expected["auto"] = expected[worth_it]
+    for choice, cut in expected.items():
+        plan = Plan.build(*sizes, sm_count=sm_count, context_parallel=choice)
+        assert (plan.block_dv, plan.segment_chunks) == cut
+        assert plan.cost() == costs[cut]
+
+
+def test_few_long_chains_are_cut_and_many_are_not():
+    few = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8))
+    assert few.segment_chunks and 64 <= few.blocks <= 132
+    assert Plan.build(*shapes(batch=4)).segment_chunks == 0
+    long_among_short = Plan.build(*shapes(tokens=32768 + 640, heads=2, value_heads=8), lengths=[32768] + [64] * 10)
+    assert long_among_short.segment_chunks
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_more_multiprocessors_are_never_slower(row):
+    batch, value_heads, tokens = row
+    sizes = shapes(batch=batch, tokens=tokens, heads=value_heads, value_heads=value_heads)
+    times = [Plan.build(*sizes, sm_count=sm_count).cost() for sm_count in (*SMS, 10_000)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_segments_can_be_fixed():
+    plan = Plan.build(*shapes(tokens=8192), segment_chunks=10)
+    assert (plan.segment_chunks, plan.num_segments) == (10, 13)
+    assert Plan.build(*shapes(tokens=8192), segment_chunks=0).num_segments == 1
+    assert Plan.build(*shapes(tokens=64), context_parallel=True).segment_chunks == 0  # nothing to cut
+    known = Plan.build(*shapes(tokens=300), lengths=[64, 0, 65, 130], segment_chunks=1)
+    unknown = Plan.build(*shapes(tokens=300), cu_seqlens_shape=(5,), segment_chunks=1)
+    assert (known.num_segments, unknown.num_segments) == (1 + 1 + 2 + 3, 4 + 4)
+    assert Plan.build(*shapes(dim=80), segment_chunks=2).segment_chunks == 2
+
+
+def test_unknown_lengths_are_planned_for_both_extremes():
+    """One plan must do for equal sequences and for a long one among short ones: it must not be lost on either."""
+    unknown = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8), cu_seqlens_shape=(5,))
+    assert len(unknown.estimates()) == 2
+    for lengths in ([8192] * 4, [32768 - 192, 64, 64, 64]):
+        known = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8), lengths=lengths)
+        assert known.cost(Cut(unknown.block_dv, unknown.segment_chunks)) < 1.5 * known.cost()
+
+
+# ---- the cost model
+
+
+def test_coefficients_are_measurements():
+    known = costs.coefficients()
+    assert "NVIDIA" in known["gpu"] and known["sm_count"] > 0
+    for name, parts in {"inverse": ("start", "chunk_head"), "states": ("start", "chunk", "shared"),
+                        "scan": ("start", "segment")}.items():  # fmt: skip
+        assert all(known[name][part] >= 0 for part in parts) and known[name][parts[1]] > 0
+    for columns in ("64", "128"):
+        assert known["output"][columns]["chunk"] > 0 <= known["output"][columns]["busy"]
+    assert 0 < known["launch"] < 20
+
+
+@pytest.mark.parametrize("segment_chunks", [0, 1, 3, 7, 100])
+def test_blocks_hold_every_chunk_once(segment_chunks):
+    work = costs.Work(((5, 2), (1, 3), (64, 1)), 2, 8, 128, 128)
+    blocks = list(costs.output_blocks(work, Cut(64, segment_chunks)))
+    assert sum(chunks * count for chunks, count in blocks) == (5 * 2 + 3 + 64) * 8 * 2
+    assert max(chunks for chunks, _ in blocks) == min(segment_chunks or 64, 64)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_makespan_is_that_of_the_schedule(seed):
+    draw = random.Random(seed)
+    times = [(draw.choice([1.0, 2.5, 7.0]), draw.randrange(1, 40)) for _ in range(draw.randrange(1, 5))]
+    slots = draw.choice([1, 3, 16])
+    tasks = list(costs.schedule(times, slots))
+    assert len(tasks) == sum(count for _, count in times)
+    for slot in range(slots):
+        mine = sorted(task[1:] for task in tasks if task[0] == slot)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))
+    assert costs.makespan(times, slots) == pytest.approx(max(end for _, _, end in tasks))
+
+
+def test_makespan_of_very_many_tasks():
+    times = [(1.0 + 0.001 * i, 1) for i in range(costs.MOST_SIMULATED + 1)]
+    exact = max(end for _, _, end in costs.schedule(times, 100))
+    assert costs.makespan(times, 100) == pytest.approx(exact, rel=0.05)
+
+
+def test_plot():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    plan = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8))
+    axes = plan.plot()
+    assert len(axes.patches) == plan.blocks + 3  # and the three kernels before
+    right = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+    assert right == pytest.approx(plan.cost(), rel=1e-6)
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"inverse", "states", "scan", "output"}
+    pyplot.close("all")
 
 
 def test_block_dv_of_other_dims():
@@ -79,6 +173,9 @@ def test_block_dv_of_other_dims():
         ({"block_dv": 0}, "block_dv: must divide V = 128, got 0"),
         ({"block_dv": -64}, "block_dv: must divide V = 128, got -64"),
         ({"sm_count": 0}, "sm_count: must be at least 1, got 0"),
+        ({"segment_chunks": -1}, "segment_chunks: must not be negative, got -1"),
+        ({"segment_chunks": 4, "context_parallel": False}, "segment_chunks: must be 0 without context_parallel, got 4"),
+        ({"context_parallel": "on"}, "context_parallel: must be \"auto\", True or False, got 'on'"),
     ],
     ids=str,
 )
@@ -93,11 +190,15 @@ def test_copies_and_pickles():
     assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_explain_names_the_choice_and_the_alternative():
-    text = Plan.build(*shapes()).explain()
-    for columns, verdict in ((64, "chosen"), (128, "alternative")):
-        cost = COST_PER_CHUNK[columns]
-        assert f"{columns} columns a block: 1 waves x {cost} = {cost:.2f} ({verdict})" in text
+def test_explain_names_the_choice_and_the_alternatives():
+    plan = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8))
+    text = plan.explain()
+    assert f"{plan.num_segments} segments of at most {plan.segment_chunks} chunks" in text
+    assert f"expected: {plan.cost():.0f} us (inverse " in text
+    whole = min(cost for cut, cost in plan.costs().items() if not cut.segment_chunks)
+    assert f"{whole:.0f} us  whole sequences" in text
+    uncut = Plan.build(*shapes(tokens=64))
+    assert "1 segments, each a whole sequence" in uncut.explain()
 
 
 def test_hashable_and_frozen():

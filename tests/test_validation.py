@@ -74,6 +74,10 @@ OPTION_CASES = [
     ({"chunk_size": 128}, ValueError, "chunk_size: must be one of [16, 32, 64], got 128"),
     ({"context_parallel": "yes"}, ValueError, "context_parallel: must be \"auto\", True or False, got 'yes'"),
     ({"context_parallel": 1}, ValueError, 'context_parallel: must be "auto", True or False, got 1'),
+    ({"cp_threshold": 0.0}, ValueError, "cp_threshold: must be a negative log decay or None, got 0.0"),
+    ({"cp_threshold": float("nan")}, ValueError, "cp_threshold: must be a negative log decay or None, got nan"),
+    ({"cp_threshold": -float("inf")}, ValueError, "cp_threshold: must be a negative log decay or None, got -inf"),
+    ({"cp_threshold": "-10"}, TypeError, "cp_threshold: must be a number or None, got str"),
     ({"context_parallel": torch.ones(2)}, ValueError, 'context_parallel: must be "auto", True or False, got tensor'),
     (
         {"backend": "cutlass"},

@@ -103,7 +103,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             do_shared = T.alloc_shared((ST, C, BV), dtype)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             p_shared = T.alloc_shared((2, C, C), dtype)
-            s_shared = T.alloc_shared((BV, DK), dtype)
+            s0_shared = T.alloc_shared((BV, DK), dtype)
+            s1_shared = T.alloc_shared((BV, DK), dtype)
             w_shared = T.alloc_shared((C, BV), dtype)
             factors_shared = T.alloc_shared((ST, 6, C), f32, scope="shared")
 
@@ -113,11 +114,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             PdO = T.alloc_fragment((BV, C), f32)
             W = T.alloc_fragment((BV, C), dtype)  # dU, then dW
             W_rounded = T.alloc_fragment((C, BV), dtype)
+            row = T.alloc_fragment((C,), f32)
             special = T.alloc_local((1,), f32)
             decay = T.alloc_local((1,), f32)
             P = T.alloc_fragment((C, C), f32)
             P_rounded = T.alloc_fragment((C, C), dtype)
+            gate_row = T.alloc_fragment((C,), f32)
+            query_row = T.alloc_fragment((C,), f32)
             query = T.alloc_local((8,), dtype)
+            queries = T.alloc_local((16,), dtype)
             square = T.alloc_local((1,), f32)
             factor = T.alloc_local((1,), f32)
             G = T.alloc_local((2,), f32)
@@ -130,14 +135,13 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
             free = T.alloc_barrier(arrive_count=[4 * chains * LANES] * ST)
             p_full = T.alloc_barrier(arrive_count=[4 * LANES] * 2)
-            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
-            s_free = T.alloc_barrier(arrive_count=[32])
+            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES] * 2)
+            s_free = T.alloc_barrier(arrive_count=[32] * 2)
             w_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             w_free = T.alloc_barrier(arrive_count=[32])
-            T.annotate_layout(
-                {W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)}
-            )
+            T.annotate_layout({W_rounded: transposed(BV, C), w_shared: make_full_bank_swizzled_layout(w_shared)})
 
+            T.pdl_trigger()  # `backward_state` needs nothing from here: it may fill the SMs that this leaves
             thread = T.get_thread_binding()
             lane = thread % 32
             i_n = T.alloc_var(i32)
@@ -169,32 +173,35 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     st = i % ST
                     T.barrier_wait(full[st], (i // ST) % 2)
                     T.copy(S, S_operand)
-                    wgmma(S_operand, k_shared[st, :, :], U, transpose_B=True, clear_accum=True)  # (K dS')^T
-                    T.barrier_wait(p_full[i % 2], (i // 2) % 2)
-                    wgmma(do_shared[st, :, :], p_shared[i % 2, :, :], PdO, transpose_A=True, clear_accum=True)
-                    T.barrier_wait(s_free[0], (i + 1) % 2)
-                    T.copy(S_operand, s_shared)
-                    T.fence_proxy_async()  # s_shared goes to TMA
-                    arrive(s_full, 0, lane)
-                    T.wait_wgmma(0)
-                    for r, c in T.Parallel(BV, C):
-                        W[r, c] = PdO[r, c] + factors_shared[st, WRITE, c] * U[r, c]
                     special[0] = factors_shared[st, SCALARS, SPECIAL]
                     if special[0] != 0:
                         decay[0] = factors_shared[st, SCALARS, DECAY]
                         for r, c in T.Parallel(BV, DK):
                             S[r, c] *= decay[0]
-                    wgmma(W, a_shared[st, :, :], U, clear_accum=True)  # (A^T dU)^T
+                    wgmma(S_operand, k_shared[st, :, :], U, transpose_B=True, clear_accum=True)  # (K dS')^T
+                    T.copy(factors_shared[st, WRITE, :], row)
+                    T.barrier_wait(p_full[i % 2], (i // 2) % 2)
+                    wgmma(do_shared[st, :, :], p_shared[i % 2, :, :], PdO, transpose_A=True, clear_accum=True)
                     wgmma(do_shared[st, :, :], q_shared[st, :, :], S, transpose_A=True)
-                    T.barrier_wait(w_free[0], (i + 1) % 2)
-                    T.wait_wgmma(1)  # U
+                    T.barrier_wait(s_free[i % 2], (i // 2 + 1) % 2)
+                    if i % 2 == 0:
+                        T.copy(S_operand, s0_shared)
+                    else:
+                        T.copy(S_operand, s1_shared)
+                    arrive(s_full, i % 2, lane)
+                    T.wait_wgmma(1)  # K dS' and P^T dO
                     for r, c in T.Parallel(BV, C):
-                        W[r, c] = -U[r, c] * factors_shared[st, READ, c]
+                        W[r, c] = PdO[r, c] + row[c] * U[r, c]
+                    wgmma(W, a_shared[st, :, :], U, clear_accum=True)  # (A^T dU)^T
+                    T.copy(factors_shared[st, READ, :], row)
+                    T.barrier_wait(w_free[0], (i + 1) % 2)
+                    T.wait_wgmma(0)
+                    for r, c in T.Parallel(BV, C):
+                        W[r, c] = -U[r, c] * row[c]
                     wgmma(W, k_shared[st, :, :], S)
                     for c, r in T.Parallel(C, BV):
                         W_rounded[c, r] = U[r, c] * factors_shared[st, VALUE, c]
                     T.copy(W_rounded, w_shared)
-                    T.fence_proxy_async()  # w_shared goes to TMA
                     arrive(w_full, 0, lane)
                     T.wait_wgmma(0)
                     arrive(free, st, lane)
@@ -208,7 +215,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
 
             elif thread < scores_threads:
                 T.set_max_nreg(registers_scores, 0)
-                row = (thread - chain_threads) // 2
+                i_row = (thread - chain_threads) // 2
                 half = thread % 2
                 for i in T.serial(n):
                     st = i % ST
@@ -220,29 +227,31 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         square[0] = 0.0
                         for j in T.serial(DK // 16):
                             for e in T.vectorized(8):
-                                query[e] = q_shared[st, row, half * (DK // 2) + j * 8 + e]
+                                query[e] = q_shared[st, i_row, half * (DK // 2) + j * 8 + e]
                             for e in T.unroll(8):
                                 square[0] += T.cast(query[e], f32) * T.cast(query[e], f32)
                         square[0] += T.shfl_xor(square[0], 1)
                         factor[0] = scale * T.rsqrt(square[0] + EPSILON)
                     if half == 0:
-                        factors_shared[st, QUERY, row] = factor[0]
+                        factors_shared[st, QUERY, i_row] = factor[0]
                     T.wait_wgmma(0)
                     T.sync_threads(1, 128)  # Q has been read, and the rows' factors are in
-                    factor[0] = factor[0] * factors_shared[st, READ, row]
-                    for j in T.serial(DK // 16):
-                        for e in T.vectorized(8):
-                            query[e] = q_shared[st, row, half * (DK // 2) + j * 8 + e]
-                        for e in T.unroll(8):
-                            query[e] = T.cast(T.cast(query[e], f32) * factor[0], dtype)
-                        for e in T.vectorized(8):
-                            q_shared[st, row, half * (DK // 2) + j * 8 + e] = query[e]
+                    factor[0] = factor[0] * factors_shared[st, READ, i_row]
+                    for j in T.unroll(DK // 32):
+                        for l in T.unroll(2):
+                            for e in T.vectorized(8):
+                                queries[l * 8 + e] = q_shared[st, i_row, half * (DK // 2) + j * 16 + l * 8 + e]
+                        for e in T.unroll(16):
+                            queries[e] = T.cast(T.cast(queries[e], f32) * factor[0], dtype)
+                        for l in T.unroll(2):
+                            for e in T.vectorized(8):
+                                q_shared[st, i_row, half * (DK // 2) + j * 16 + l * 8 + e] = queries[l * 8 + e]
+                    T.copy(factors_shared[st, GATE, :], gate_row)
+                    T.copy(factors_shared[st, QUERY, :], query_row)
                     for x, y in T.Parallel(C, C):
                         P_rounded[x, y] = T.Select(
                             x >= y,
-                            P[x, y]
-                            * factors_shared[st, QUERY, x]
-                            * T.exp2(factors_shared[st, GATE, x] - factors_shared[st, GATE, y]),
+                            P[x, y] * query_row[x] * T.exp2(gate_row[x] - factors_shared[st, GATE, y]),
                             T.float32(0),
                         )
                     if i > 1:
@@ -263,9 +272,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.barrier_wait(free[st], (i // ST + 1) % 2)
                         T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
                         T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
-                        T.tma_copy(
-                            do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land]
-                        )
+                        T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do_shared[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot + n - 1 - i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
                         T.barrier_arrive(full[land])
                         if valid < C:
@@ -306,15 +313,20 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.barrier_arrive(full[st])
                 elif thread < scores_threads + 96:  # stores of dS'
                     for i in T.serial(n):
-                        T.barrier_wait(s_full[0], i % 2)
-                        T.tma_copy(s_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
+                        T.barrier_wait(s_full[i % 2], (i // 2) % 2)
+                        T.fence_proxy_async()  # here and not by those who wrote: it would hold up the chain
+                        if i % 2 == 0:
+                            T.tma_copy(s0_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
+                        else:
+                            T.tma_copy(s1_shared, dstates[slot + n - 1 - i, i_h, v_start : v_start + BV, 0:DK])
                         T.tma_store_wait(0)
-                        T.barrier_arrive(s_free[0])
+                        T.barrier_arrive(s_free[i % 2])
                 else:  # stores of dV, and padding
                     for i in T.serial(n):
                         t = start + (n - 1 - i) * C
                         valid = length - (n - 1 - i) * C
                         T.barrier_wait(w_full[0], i % 2)
+                        T.fence_proxy_async()
                         if valid >= C:
                             T.tma_copy(w_shared, dv[t : t + C, i_h, v_start : v_start + BV])
                             T.tma_store_wait(0)

@@ -29,13 +29,13 @@ Definition
 Grid: `num_ctas` CTAs walk the items, key heads fastest, then slots. An item is one chunk of one key head; it loops over
 its value heads and sums dQ and dK in registers, always in the same order.
 Warpgroups, and what they wait for
-    query    dO U^T, dO S^T, D K: dQ.                        Waits: tiles, `factors_full`, `scores_free`
-    write    U dS'^T, D^T Q, N^T K: n; and <S, dS'>.         Waits: tiles, `factors_full`, `scores_full`
-    read     dV U^T, dV S^T, N K: the rest of dK.            Waits: tiles, `factors_full`, `scores_free`
+    rows (2)  dQ, and the part of dK from keys that read, as one product of 128 rows: [dO; dV] U^T, gated to [D; N], then
+              [dO; dV] S^T + [D; N] K.                     Waits: tiles, `factors_full`, `scores_free`
+    write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`, `diagonal_full`
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
-             of the one before into dg and dbeta (`rows_full`), one that clears the padding.
-Shared memory, K = V = 128: Q, K of two items (64 KB), dO, U, dV (16 KB each), S, dS' (32 KB each), D, N (8 KB each), the
-sum of dK on its way between warpgroups 16 KB, rows 5 KB: 213 KB.
+              of the one before into dg and dbeta (`rows_full`), one that clears the padding.
+Shared memory, K = V = 128: Q, K of two items (64 KB), dO, dV (16 KB each), U of two value heads (32 KB), S, dS' (32 KB
+each), [D; N] 16 KB, rows 13 KB: 221 KB.
 Registers (setmaxnreg): 160, producers 32.
 """
 
@@ -46,13 +46,13 @@ from .gated_inverse import BETA_SIGMOID, L2NORM, NEG_EIGVAL, SMALLEST_BETA
 
 __all__ = ["PASS_CONFIGS", "build"]
 
-# rows that all warpgroups share: per item
-E, NORM, QK, DIAGONAL = range(4)  # E   (r^q)^2 with l2norm, else 0   <q, k>   sum over heads of the diagonal of D
-# per value head, double-buffered: factors
-GATE, QUERY, WRITE, READ, KEY = range(5)  # G   c exp(G)   d exp(G_C - G)   -c r exp(G)   r
-# and what comes back
-DOT_QUERY, DOT_WRITE, DOT_READ, DOT_STATE, BETA, SCALARS = range(5, 11)
-# <q, dQ>   <k, n>   <k, dK - n>   <k, the part of n from dS'>   <dV, U>   [0:4] of <S, dS'>, [4] c d exp(G_C)
+# Rows of numbers that the warpgroups share, of 128: one a row of [Q; K]. Per item:
+E, NORM, QK, DIAGONAL = range(4)
+# E; 1   (r^q)^2 with l2norm, else 0   <q, k>   the diagonal of D, summed over the value heads
+# Per value head, double-buffered, what it needs and what comes back:
+GATE, STATE, KEY, WRITE, DOTS, SCORES, DOT_WRITE, DOT_STATE, TRACE, DECAY = range(10)
+# G; G   c exp(G); -c r exp(G)   1; -r   d exp(G_C - G)   <q, dQ>; <k, dK - n>   <dO, U>; <dV, U>   <k, n>
+# <k, the part of n from dS'>   summands of <S, dS'>   [0]: c d exp(G_C)
 LN2 = 0.6931471805599453
 
 
@@ -82,15 +82,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             T.barrier_arrive(barrier[index])
 
     @T.macro
-    def row_dots(X, x_shared, buffer, product, part, dots):
+    def row_dots(X, rows, first, pairs_shared, product, dots):
         """dots_i = <X_i, x_i>, a quarter of the columns at a time for want of registers."""
-        T.clear(dots)
+        T.clear(product)
         for j in T.unroll(4):
-            for x, y in T.Parallel(C, DK // 4):
-                product[x, y] = X[x, j * (DK // 4) + y] * T.cast(x_shared[buffer, x, j * (DK // 4) + y], f32)
-            T.reduce_sum(product, part, dim=1)
-            for x in T.Parallel(C):
-                dots[x] += part[x]
+            for r, c in T.Parallel(rows, DK // 4):
+                product[r, c] += X[r, j * (DK // 4) + c] * T.cast(
+                    pairs_shared[first + r // C, r % C, j * (DK // 4) + c], f32
+                )
+        T.reduce_sum(product, dots, dim=1)
 
     @T.macro
     def item_of(item, H, chunks, where):
@@ -115,10 +115,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             r = lane + 32 * j
             d_gate[j] = 0.0
             if r < where[1]:
-                d_gate[j] = rows_shared[p, DOT_QUERY, r] + rows_shared[p, DOT_READ, r] - rows_shared[p, DOT_WRITE, r]
+                d_gate[j] = rows_shared[p, DOTS, r] + rows_shared[p, DOTS, C + r] - rows_shared[p, DOT_WRITE, r]
                 total[0] += rows_shared[p, DOT_STATE, r]
-        if lane < 4:
-            total[0] += rows_shared[p, SCALARS, lane] * rows_shared[p, SCALARS, 4]
+            total[0] += rows_shared[p, TRACE, r] * rows_shared[p, DECAY, 0]
         total[0] = T.warp_reduce_sum(total[0])
         # suffix sums of the 64 rows, two a lane
         for step in T.unroll(5):
@@ -131,8 +130,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             r = lane + 32 * j
             if r < where[1]:
                 dg[where[0] + r, i_h] = d_gate[j] + total[0]
-                dbeta[where[0] + r, i_h] = rows_shared[p, BETA, r] / (
-                    rows_shared[p, KEY, r] * T.max(betas[j], SMALLEST_BETA) * T.max(betas[j], SMALLEST_BETA)
+                betas[j] = T.max(betas[j], SMALLEST_BETA)
+                dbeta[where[0] + r, i_h] = -rows_shared[p, SCORES, C + r] / (
+                    rows_shared[p, KEY, C + r] * betas[j] * betas[j]
                 )
 
     @T.prim_func
@@ -158,40 +158,31 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
         num_ctas: T.int32,
     ):
         with T.Kernel(num_ctas, threads=512) as block:
-            q_shared = T.alloc_shared((2, C, DK), dtype)
-            k_shared = T.alloc_shared((2, C, DK), dtype)
-            do_shared = T.alloc_shared((C, DV), dtype)
-            dv_shared = T.alloc_shared((C, DV), dtype)
-            u_shared = T.alloc_shared((C, DV), dtype)
+            pairs_shared = T.alloc_shared((4, C, DK), dtype)  # Q, K, and Q, K of the next item
+            x_shared = T.alloc_shared((2 * C, DV), dtype)  # [dO; dV]
+            u_shared = T.alloc_shared((2, C, DV), dtype)
             s_shared = T.alloc_shared((DV, DK), dtype)
             ds_shared = T.alloc_shared((DV, DK), dtype)
-            d_shared = T.alloc_shared((C, C), dtype)
-            n_shared = T.alloc_shared((C, C), dtype)
-            sum_shared = T.alloc_shared((C, C), f32)
-            item_shared = T.alloc_shared((4, C), f32, scope="shared")
-            rows_shared = T.alloc_shared((2, 11, C), f32, scope="shared")
+            d_shared = T.alloc_shared((2 * C, C), dtype)  # [D; N]
+            item_shared = T.alloc_shared((2, 4, 2 * C), f32, scope="shared")
+            rows_shared = T.alloc_shared((2, 10, 2 * C), f32, scope="shared")
 
-            Q_sum = T.alloc_fragment((C, DK), f32)
-            Q_grad = T.alloc_fragment((C, DK), f32)
-            D = T.alloc_fragment((C, C), f32)
-            D_rounded = T.alloc_fragment((C, C), dtype)
-            Q_product = T.alloc_fragment((C, DK // 4), f32)
-            Q_part = T.alloc_fragment((C,), f32)
-            Q_dots = T.alloc_fragment((C,), f32)
-            Q_along = T.alloc_fragment((C,), f32)
+            X_sum = T.alloc_fragment((2 * C, DK), f32)
+            X_grad = T.alloc_fragment((2 * C, DK), f32)
+            D = T.alloc_fragment((2 * C, C), f32)
+            D_rounded = T.alloc_fragment((2 * C, C), dtype)
+            X_product = T.alloc_fragment((2 * C, DK // 4), f32)
+            X_dots = T.alloc_fragment((2 * C,), f32)
+            X_along = T.alloc_fragment((2 * C,), f32)
+            diagonal = T.alloc_fragment((2 * C,), f32)
+            factor = T.alloc_fragment((2 * C,), f32)
+            gate = T.alloc_fragment((2 * C,), f32)
             W_sum = T.alloc_fragment((C, DK), f32)
             W_grad = T.alloc_fragment((C, DK), f32)
+            trace = T.alloc_fragment((C, C), f32)
             W_product = T.alloc_fragment((C, DK // 4), f32)
-            W_part = T.alloc_fragment((C,), f32)
             W_dots = T.alloc_fragment((C,), f32)
             W_along = T.alloc_fragment((C,), f32)
-            R_sum = T.alloc_fragment((C, DK), f32)
-            R_grad = T.alloc_fragment((C, DK), f32)
-            N = T.alloc_fragment((C, C), f32)
-            N_rounded = T.alloc_fragment((C, C), dtype)
-            R_product = T.alloc_fragment((C, DK // 4), f32)
-            R_part = T.alloc_fragment((C,), f32)
-            R_dots = T.alloc_fragment((C,), f32)
             left = T.alloc_local((8,), dtype)
             right = T.alloc_local((8,), dtype)
             square = T.alloc_local((1,), f32)
@@ -208,16 +199,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             # `pair_full[2]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             pair_full = T.alloc_barrier(arrive_count=[32, 32, 32])
             pair_free = T.alloc_barrier(arrive_count=[12 * LANES] * 2)
-            do_full = T.alloc_barrier(arrive_count=[32])
-            do_free = T.alloc_barrier(arrive_count=[4 * LANES])
-            dv_full = T.alloc_barrier(arrive_count=[32])
-            dv_free = T.alloc_barrier(arrive_count=[4 * LANES])
-            u_full = T.alloc_barrier(arrive_count=[32])
-            u_free = T.alloc_barrier(arrive_count=[12 * LANES])
+            x_full = T.alloc_barrier(arrive_count=[32])
+            x_free = T.alloc_barrier(arrive_count=[8 * LANES])
+            u_full = T.alloc_barrier(arrive_count=[32] * 2)
+            u_free = T.alloc_barrier(arrive_count=[12 * LANES] * 2)
             s_full = T.alloc_barrier(arrive_count=[32])
             s_free = T.alloc_barrier(arrive_count=[12 * LANES])
             ds_full = T.alloc_barrier(arrive_count=[32])
             ds_free = T.alloc_barrier(arrive_count=[4 * LANES])
+            diagonal_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_free = T.alloc_barrier(arrive_count=[4 * LANES])
             factors_full = T.alloc_barrier(arrive_count=[32] * 2)
@@ -232,8 +222,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             x = T.alloc_var(i32)  # value heads so far, for parities
             y = T.alloc_var(i32)  # items so far
             ragged = T.alloc_var(i32)  # of them
-            p = T.alloc_var(i32)
-            b = T.alloc_var(i32)
             row = T.alloc_var(i32)
             half = T.alloc_var(i32)
             last = T.alloc_var(i32)
@@ -248,7 +236,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             if item < items:
                 item_of(item, H, chunks, where)
 
-            if thread < 128:  # query
+            if thread < 256:  # rows
                 T.set_max_nreg(160, 1)
                 row = T.truncdiv(thread, 2)
                 half = thread % 2
@@ -261,94 +249,116 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         b = y % 2
                         i_k = item % H
                         T.barrier_wait(pair_full[b], (y // 2) % 2)
-                        # eq. 2.4 for the query of each row, two threads a row
+                        # eq. 2.4 for the query of each row, two threads a row; the keys' rows take 1
                         square[0] = 0.0
                         dot[0] = 0.0
                         for j in T.serial(DK // 16):
                             for e in T.vectorized(8):
-                                left[e] = q_shared[b, row, half * (DK // 2) + j * 8 + e]
+                                left[e] = pairs_shared[2 * b, row % C, half * (DK // 2) + j * 8 + e]
                             for e in T.vectorized(8):
-                                right[e] = k_shared[b, row, half * (DK // 2) + j * 8 + e]
+                                right[e] = pairs_shared[2 * b + 1, row % C, half * (DK // 2) + j * 8 + e]
                             for e in T.unroll(8):
                                 square[0] += T.cast(left[e], f32) * T.cast(left[e], f32)
                                 dot[0] += T.cast(left[e], f32) * T.cast(right[e], f32)
                         square[0] += T.shfl_xor(square[0], 1)
                         dot[0] += T.shfl_xor(dot[0], 1)
                         if half == 0:
+                            item_shared[b, E, row] = scale
+                            item_shared[b, NORM, row] = 0.0
+                            item_shared[b, QK, row] = dot[0]
                             if T.bitwise_and(flags, L2NORM) != 0:
-                                item_shared[E, row] = scale * T.rsqrt(square[0] + EPSILON)
-                                item_shared[NORM, row] = 1.0 / (square[0] + EPSILON)
-                            else:
-                                item_shared[E, row] = scale
-                                item_shared[NORM, row] = 0.0
-                            item_shared[QK, row] = dot[0]
-                            item_shared[DIAGONAL, row] = 0.0
-                        T.sync_threads(1, 128)
-                        T.clear(Q_sum)
-                        T.clear(Q_along)
+                                item_shared[b, E, row] = scale * T.rsqrt(square[0] + EPSILON)
+                                item_shared[b, NORM, row] = 1.0 / (square[0] + EPSILON)
+                            if row >= C:
+                                item_shared[b, E, row] = 1.0
+                        T.sync_threads(1, 256)
+                        T.clear(X_sum)
+                        T.clear(X_along)
+                        T.clear(diagonal)
                         for h in T.serial(group):
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
-                            T.barrier_wait(do_full[0], x % 2)
-                            T.barrier_wait(u_full[0], x % 2)
-                            wgmma(do_shared, u_shared, D, transpose_B=True, clear_accum=True)
+                            T.barrier_wait(x_full[0], x % 2)
+                            T.barrier_wait(u_full[p], (x // 2) % 2)
+                            if where[1] < C:
+                                # Rows past the end belong to the next sequence or to nobody, and may be NaN.
+                                for r in T.serial(C - where[1]):
+                                    for c in T.serial(DV // 128 + 1):
+                                        if thread % 128 + 128 * c < DV:
+                                            x_shared[thread // 128 * C + where[1] + r, thread % 128 + 128 * c] = 0
+                                T.fence_proxy_async()
+                                T.sync_threads(1, 256)
+                            wgmma(x_shared, u_shared[p, :, :], D, transpose_B=True, clear_accum=True)
+                            T.copy(item_shared[b, E, :], factor)
+                            T.copy(rows_shared[p, GATE, :], gate)
+                            for r in T.Parallel(2 * C):
+                                factor[r] *= rows_shared[p, KEY, r]
                             T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
-                            T.barrier_wait(s_full[0], x % 2)
-                            wgmma(do_shared, s_shared, Q_grad, clear_accum=True)
-                            for r, c in T.Parallel(C, C):
-                                if r == c:
-                                    item_shared[DIAGONAL, r] += T.Select(
-                                        r < where[1], D[r, c] * item_shared[E, r], T.float32(0)
-                                    )
-                            for r, c in T.Parallel(C, C):
+                            arrive(u_free, p, lane)
+                            for r, c in T.Parallel(2 * C, C):
+                                if r % C == c:
+                                    rows_shared[p, SCORES, r] = D[r, c]
+                            for r, c in T.Parallel(2 * C, C):
                                 D_rounded[r, c] = T.Select(
-                                    T.And(r > c, r < where[1]),
-                                    D[r, c]
-                                    * item_shared[E, r]
-                                    * T.exp2(rows_shared[p, GATE, r] - rows_shared[p, GATE, c]),
+                                    r % C > c,
+                                    D[r, c] * factor[r] * T.exp2(gate[r] - rows_shared[p, GATE, c]),
                                     T.float32(0),
                                 )
                             T.barrier_wait(scores_free[0], (x + 1) % 2)
                             T.copy(D_rounded, d_shared)
                             T.fence_proxy_async()
-                            arrive(scores_full, 0, lane)
+                            arrive(scores_full, 0, lane)  # and __syncwarp: the diagonal is in
+                            T.barrier_wait(s_full[0], x % 2)
+                            wgmma(x_shared, s_shared, X_grad, clear_accum=True)
+                            for r in T.Parallel(2 * C):
+                                diagonal[r] += factor[r] * rows_shared[p, SCORES, r]
+                                factor[r] = item_shared[b, E, r] * rows_shared[p, STATE, r]
                             T.wait_wgmma(0)
-                            arrive(do_free, 0, lane)
+                            arrive(x_free, 0, lane)
                             arrive(s_free, 0, lane)
-                            for r, c in T.Parallel(C, DK):
-                                Q_grad[r, c] *= item_shared[E, r] * rows_shared[p, QUERY, r]
-                            wgmma(D_rounded, k_shared[b, :, :], Q_grad)
+                            for r, c in T.Parallel(2 * C, DK):
+                                X_grad[r, c] *= factor[r]
+                            wgmma(D_rounded, pairs_shared[2 * b + 1, :, :], X_grad)
                             T.wait_wgmma(0)
-                            row_dots(Q_grad, q_shared, b, Q_product, Q_part, Q_dots)
-                            for r in T.Parallel(C):
-                                rows_shared[p, DOT_QUERY, r] = Q_dots[r]
-                                Q_along[r] += Q_dots[r]
-                            for r, c in T.Parallel(C, DK):
-                                Q_sum[r, c] += Q_grad[r, c]
+                            row_dots(X_grad, 2 * C, 2 * b, pairs_shared, X_product, X_dots)
+                            for r in T.Parallel(2 * C):
+                                rows_shared[p, DOTS, r] = X_dots[r]
+                                X_along[r] += X_dots[r]
+                            for r, c in T.Parallel(2 * C, DK):
+                                X_sum[r, c] += X_grad[r, c]
                             arrive(rows_full, p, lane)
                             x += 1
-                        for r in T.Parallel(C):
-                            Q_along[r] = item_shared[NORM, r] * (
-                                Q_along[r] + item_shared[DIAGONAL, r] * item_shared[QK, r]
-                            )
-                        for r, c in T.Parallel(C, DK):
+                        for r in T.Parallel(2 * C):
+                            if r < C:
+                                item_shared[b, DIAGONAL, r] = diagonal[r]
+                        arrive(diagonal_full, 0, lane)
+                        T.sync_threads(3, 384)  # D and N have been read
+                        for j in T.unroll(DK // C):
+                            # The sum of the keys' rows goes to `write`, as high and low halves.
+                            for r, c in T.Parallel(2 * C, C):
+                                if r >= C:
+                                    d_shared[r - C, c] = T.cast(X_sum[r, j * C + c], dtype)
+                                    d_shared[r, c] = T.cast(
+                                        X_sum[r, j * C + c] - T.cast(T.cast(X_sum[r, j * C + c], dtype), f32), dtype
+                                    )
+                            T.sync_threads(2, 384)
+                            T.sync_threads(3, 384)
+                        for r in T.Parallel(2 * C):
+                            X_along[r] = item_shared[b, NORM, r] * (X_along[r] + diagonal[r] * item_shared[b, QK, r])
+                        for r, c in T.Parallel(2 * C, DK):
                             if r < where[1]:
                                 dq[where[0] + r, i_k, c] = (
-                                    Q_sum[r, c]
-                                    + item_shared[DIAGONAL, r] * T.cast(k_shared[b, r, c], f32)
-                                    - Q_along[r] * T.cast(q_shared[b, r, c], f32)
+                                    X_sum[r, c]
+                                    + diagonal[r] * T.cast(pairs_shared[2 * b + 1, r, c], f32)
+                                    - X_along[r] * T.cast(pairs_shared[2 * b, r, c], f32)
                                 )
-                        # `write` takes the diagonal from here
-                        T.sync_threads(2, 256)
                         arrive(pair_free, b, lane)
-                        T.sync_threads(3, 256)
                         y += 1
                     where[0] = ahead[0]
                     where[1] = ahead[1]
                     item += num_ctas
 
-            elif thread < 256:  # write
+            elif thread < 384:  # write
                 T.set_max_nreg(160, 1)
                 while item < items:
                     ahead[0] = 0
@@ -363,38 +373,40 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         for h in T.serial(group):
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
-                            T.barrier_wait(u_full[0], x % 2)
+                            T.barrier_wait(u_full[p], (x // 2) % 2)
                             T.barrier_wait(ds_full[0], x % 2)
-                            wgmma(u_shared, ds_shared, W_grad, clear_accum=True)
                             T.barrier_wait(s_full[0], x % 2)
-                            dot[0] = 0.0
-                            for j in T.serial(DV * DK // 1024):
-                                row = T.truncdiv(j * 128 + thread - 128, DK // 8)
-                                half = (j * 128 + thread - 128) % (DK // 8)
-                                for e in T.vectorized(8):
-                                    left[e] = s_shared[row, half * 8 + e]
-                                for e in T.vectorized(8):
-                                    right[e] = ds_shared[row, half * 8 + e]
-                                for e in T.unroll(8):
-                                    dot[0] += T.cast(left[e], f32) * T.cast(right[e], f32)
-                            arrive(s_free, 0, lane)
-                            dot[0] = T.warp_reduce_sum(dot[0])
-                            if lane == 0:
-                                rows_shared[p, SCALARS, T.truncdiv(thread - 128, 32)] = dot[0]
+                            # <S, dS'> as the trace of S^T dS': fewer instructions than the products alone
+                            for j in T.unroll(DV // C):
+                                wgmma(
+                                    s_shared[j * C : j * C + C, :],
+                                    ds_shared[j * C : j * C + C, :],
+                                    trace,
+                                    transpose_B=True,
+                                    clear_accum=j == 0,
+                                )
                             T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
+                            arrive(s_free, 0, lane)
+                            for r, c in T.Parallel(C, C):
+                                if r == c:
+                                    rows_shared[p, TRACE, r] = trace[r, c]
+                            wgmma(u_shared[p, :, :], ds_shared, W_grad, clear_accum=True)
+                            T.copy(rows_shared[p, WRITE, 0:C], W_along)
+                            T.wait_wgmma(0)
+                            arrive(u_free, p, lane)
                             arrive(ds_free, 0, lane)
                             for r, c in T.Parallel(C, DK):
-                                W_grad[r, c] *= rows_shared[p, WRITE, r]
-                            row_dots(W_grad, k_shared, b, W_product, W_part, W_dots)
+                                W_grad[r, c] *= W_along[r]
+                            row_dots(W_grad, C, 2 * b + 1, pairs_shared, W_product, W_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_STATE, r] = W_dots[r]
                             T.barrier_wait(scores_full[0], x % 2)
-                            wgmma(d_shared, q_shared[b, :, :], W_grad, transpose_A=True)
-                            wgmma(n_shared, k_shared[b, :, :], W_grad, transpose_A=True)
+                            wgmma(d_shared[0:C, :], pairs_shared[2 * b, :, :], W_grad, transpose_A=True)
+                            wgmma(d_shared[C : 2 * C, :], pairs_shared[2 * b + 1, :, :], W_grad, transpose_A=True)
                             T.wait_wgmma(0)
-                            arrive(scores_free, 0, lane)
-                            row_dots(W_grad, k_shared, b, W_product, W_part, W_dots)
+                            if h < group - 1:
+                                arrive(scores_free, 0, lane)
+                            row_dots(W_grad, C, 2 * b + 1, pairs_shared, W_product, W_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_WRITE, r] = W_dots[r]
                             for r, c in T.Parallel(C, DK):
@@ -404,89 +416,29 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     # r^2 of the keys with l2norm; all value heads have the same
                                     W_along[r] = T.if_then_else(
                                         T.bitwise_and(flags, L2NORM) != 0,
-                                        rows_shared[p, KEY, r] * rows_shared[p, KEY, r],
+                                        rows_shared[p, KEY, C + r] * rows_shared[p, KEY, C + r],
                                         T.float32(0),
                                     )
                             arrive(rows_full, p, lane)
                             x += 1
-                        T.sync_threads(2, 256)  # the diagonal of D is complete
+                        T.sync_threads(3, 384)
                         for j in T.unroll(DK // C):
-                            T.sync_threads(4, 256)  # `read` has put a half of its sum down
+                            T.sync_threads(2, 384)
                             for r, c in T.Parallel(C, C):
-                                W_sum[r, j * C + c] += sum_shared[r, c]
-                            T.sync_threads(5, 256)
-                        row_dots(W_sum, k_shared, b, W_product, W_part, W_dots)
+                                W_sum[r, j * C + c] += T.cast(d_shared[r, c], f32) + T.cast(d_shared[C + r, c], f32)
+                            T.sync_threads(3, 384)
+                        arrive(scores_free, 0, lane)
+                        row_dots(W_sum, C, 2 * b + 1, pairs_shared, W_product, W_dots)
+                        T.barrier_wait(diagonal_full[0], y % 2)
                         for r in T.Parallel(C):
-                            W_along[r] *= (W_dots[r] + item_shared[DIAGONAL, r] * item_shared[QK, r])
+                            W_along[r] *= W_dots[r] + item_shared[b, DIAGONAL, r] * item_shared[b, QK, r]
                         for r, c in T.Parallel(C, DK):
                             if r < where[1]:
                                 dk[where[0] + r, i_k, c] = (
                                     W_sum[r, c]
-                                    + item_shared[DIAGONAL, r] * T.cast(q_shared[b, r, c], f32)
-                                    - W_along[r] * T.cast(k_shared[b, r, c], f32)
+                                    + item_shared[b, DIAGONAL, r] * T.cast(pairs_shared[2 * b, r, c], f32)
+                                    - W_along[r] * T.cast(pairs_shared[2 * b + 1, r, c], f32)
                                 )
-                        arrive(pair_free, b, lane)
-                        T.sync_threads(3, 256)
-                        y += 1
-                    where[0] = ahead[0]
-                    where[1] = ahead[1]
-                    item += num_ctas
-
-            elif thread < 384:  # read
-                T.set_max_nreg(160, 1)
-                while item < items:
-                    ahead[0] = 0
-                    ahead[1] = 0
-                    if item + num_ctas < items:
-                        item_of(item + num_ctas, H, chunks, ahead)
-                    if where[1] > 0:
-                        b = y % 2
-                        T.barrier_wait(pair_full[b], (y // 2) % 2)
-                        T.clear(R_sum)
-                        for h in T.serial(group):
-                            p = x % 2
-                            T.barrier_wait(factors_full[p], (x // 2) % 2)
-                            T.barrier_wait(dv_full[0], x % 2)
-                            T.barrier_wait(u_full[0], x % 2)
-                            wgmma(dv_shared, u_shared, N, transpose_B=True, clear_accum=True)
-                            T.wait_wgmma(0)
-                            arrive(u_free, 0, lane)
-                            T.barrier_wait(s_full[0], x % 2)
-                            wgmma(dv_shared, s_shared, R_grad, clear_accum=True)
-                            for r, c in T.Parallel(C, C):
-                                if r == c:
-                                    rows_shared[p, BETA, r] = N[r, c]
-                            for r, c in T.Parallel(C, C):
-                                N_rounded[r, c] = T.Select(
-                                    T.And(r > c, r < where[1]),
-                                    -N[r, c]
-                                    * rows_shared[p, KEY, r]
-                                    * T.exp2(rows_shared[p, GATE, r] - rows_shared[p, GATE, c]),
-                                    T.float32(0),
-                                )
-                            T.barrier_wait(scores_free[0], (x + 1) % 2)
-                            T.copy(N_rounded, n_shared)
-                            T.fence_proxy_async()
-                            arrive(scores_full, 0, lane)
-                            T.wait_wgmma(0)
-                            arrive(dv_free, 0, lane)
-                            arrive(s_free, 0, lane)
-                            for r, c in T.Parallel(C, DK):
-                                R_grad[r, c] *= rows_shared[p, READ, r]
-                            wgmma(N_rounded, k_shared[b, :, :], R_grad)
-                            T.wait_wgmma(0)
-                            row_dots(R_grad, k_shared, b, R_product, R_part, R_dots)
-                            for r in T.Parallel(C):
-                                rows_shared[p, DOT_READ, r] = R_dots[r]
-                            for r, c in T.Parallel(C, DK):
-                                R_sum[r, c] += R_grad[r, c]
-                            arrive(rows_full, p, lane)
-                            x += 1
-                        for j in T.unroll(DK // C):
-                            for r, c in T.Parallel(C, C):
-                                sum_shared[r, c] = R_sum[r, j * C + c]
-                            T.sync_threads(4, 256)
-                            T.sync_threads(5, 256)  # `write` has taken it
                         arrive(pair_free, b, lane)
                         y += 1
                     where[0] = ahead[0]
@@ -503,8 +455,16 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             i_k = item % H
                             T.barrier_wait(pair_free[b], (y // 2 + 1) % 2)
                             land = T.if_then_else(where[1] >= C, b, 2)
-                            T.tma_copy(q[where[0] : where[0] + C, i_k, 0:DK], q_shared[b, :, :], barrier=pair_full[land])
-                            T.tma_copy(k[where[0] : where[0] + C, i_k, 0:DK], k_shared[b, :, :], barrier=pair_full[land])
+                            T.tma_copy(
+                                q[where[0] : where[0] + C, i_k, 0:DK],
+                                pairs_shared[2 * b, :, :],
+                                barrier=pair_full[land],
+                            )
+                            T.tma_copy(
+                                k[where[0] : where[0] + C, i_k, 0:DK],
+                                pairs_shared[2 * b + 1, :, :],
+                                barrier=pair_full[land],
+                            )
                             T.barrier_arrive(pair_full[land])
                             if where[1] < C:
                                 # Rows past the end belong to the next sequence or to nobody, and may be NaN.
@@ -512,22 +472,29 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 ragged += 1
                                 for r in T.serial(C - where[1]):
                                     for c in T.Parallel(DK):
-                                        q_shared[b, where[1] + r, c] = 0
-                                        k_shared[b, where[1] + r, c] = 0
+                                        pairs_shared[2 * b, where[1] + r, c] = 0
+                                        pairs_shared[2 * b + 1, where[1] + r, c] = 0
                                 T.fence_proxy_async()
                                 T.barrier_arrive(pair_full[b])
                             for h in T.serial(group):
                                 i_h = i_k * group + h
                                 slot = T.truncdiv(item, H)
-                                T.barrier_wait(u_free[0], (x + 1) % 2)
-                                T.tma_copy(values[slot, i_h, 0:C, 0:DV], u_shared, barrier=u_full[0])
-                                T.barrier_arrive(u_full[0])
-                                T.barrier_wait(do_free[0], (x + 1) % 2)
-                                T.tma_copy(do[where[0] : where[0] + C, i_h, 0:DV], do_shared, barrier=do_full[0])
-                                T.barrier_arrive(do_full[0])
-                                T.barrier_wait(dv_free[0], (x + 1) % 2)
-                                T.tma_copy(dv[where[0] : where[0] + C, i_h, 0:DV], dv_shared, barrier=dv_full[0])
-                                T.barrier_arrive(dv_full[0])
+                                T.barrier_wait(u_free[x % 2], (x // 2 + 1) % 2)
+                                T.tma_copy(values[slot, i_h, 0:C, 0:DV], u_shared[x % 2, :, :], barrier=u_full[x % 2])
+                                T.barrier_arrive(u_full[x % 2])
+                                T.barrier_wait(x_free[0], (x + 1) % 2)
+                                for j in T.unroll(DV // 64):  # a panel of 64 columns, 128 bytes, at a time
+                                    T.tma_copy(
+                                        do[where[0] : where[0] + C, i_h, j * 64 : j * 64 + 64],
+                                        x_shared[0:C, j * 64 : j * 64 + 64],
+                                        barrier=x_full[0],
+                                    )
+                                    T.tma_copy(
+                                        dv[where[0] : where[0] + C, i_h, j * 64 : j * 64 + 64],
+                                        x_shared[C : 2 * C, j * 64 : j * 64 + 64],
+                                        barrier=x_full[0],
+                                    )
+                                T.barrier_arrive(x_full[0])
                                 T.barrier_wait(ds_free[0], (x + 1) % 2)
                                 T.tma_copy(dstates[slot, i_h, 0:DV, 0:DK], ds_shared, barrier=ds_full[0])
                                 T.barrier_arrive(ds_full[0])
@@ -556,12 +523,14 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 for j in T.unroll(2):
                                     r = lane + 32 * j
                                     rows_shared[p, GATE, r] = G[j]
-                                    rows_shared[p, QUERY, r] = T.exp2(G[j]) * square[0]
+                                    rows_shared[p, GATE, C + r] = G[j]
+                                    rows_shared[p, STATE, r] = T.exp2(G[j]) * square[0]
+                                    rows_shared[p, STATE, C + r] = -T.exp2(G[j] + log_r[j]) * square[0]
+                                    rows_shared[p, KEY, r] = 1.0
+                                    rows_shared[p, KEY, C + r] = -T.exp2(log_r[j])
                                     rows_shared[p, WRITE, r] = T.exp2(G_last[0] - G[j]) * dot[0]
-                                    rows_shared[p, READ, r] = -T.exp2(G[j] + log_r[j]) * square[0]
-                                    rows_shared[p, KEY, r] = T.exp2(log_r[j])
                                 if lane == 0:
-                                    rows_shared[p, SCALARS, 4] = T.exp2(G_last[0]) * square[0] * dot[0]
+                                    rows_shared[p, DECAY, 0] = T.exp2(G_last[0]) * square[0] * dot[0]
                                 T.barrier_arrive(factors_full[p])
                                 if x > 0:
                                     finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate,

@@ -88,7 +88,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
             a_shared = T.alloc_shared((ST, C, C), dtype)
-            s_shared = T.alloc_shared((BV, DK), dtype)
+            s0_shared = T.alloc_shared((BV, DK), dtype)
+            s1_shared = T.alloc_shared((BV, DK), dtype)
             u_shared = T.alloc_shared((C, BV), dtype)
             factors_shared = T.alloc_shared((ST, 4, C), f32, scope="shared")
 
@@ -98,6 +99,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             W = T.alloc_fragment((BV, C), dtype)
             V = T.alloc_fragment((C, BV), dtype)
             U_rounded = T.alloc_fragment((C, BV), dtype)
+            value = T.alloc_fragment((C,), f32)
+            read = T.alloc_fragment((C,), f32)
+            keep = T.alloc_fragment((C,), f32)
             special = T.alloc_local((1,), f32)
             decay = T.alloc_local((1,), f32)
             G = T.alloc_local((2,), f32)
@@ -109,8 +113,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             # `full[ST]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             full = T.alloc_barrier(arrive_count=[64] * ST + [32])
             free = T.alloc_barrier(arrive_count=[4 * chains * LANES] * ST)
-            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
-            s_free = T.alloc_barrier(arrive_count=[32])
+            s_full = T.alloc_barrier(arrive_count=[4 * chains * LANES] * 2)
+            s_free = T.alloc_barrier(arrive_count=[32] * 2)
             u_full = T.alloc_barrier(arrive_count=[4 * chains * LANES])
             u_free = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout(
@@ -149,8 +153,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                 for i in T.serial(n):
                     st = i % ST
                     T.barrier_wait(full[st], (i // ST) % 2)
-                    T.copy(S, S_operand)
-                    wgmma(S_operand, k_shared[st, :, :], U, transpose_B=True, clear_accum=True)  # (K S)^T
                     # A buffer a stage: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
                     if st == 0:
                         T.copy(v0_shared, V)
@@ -158,13 +160,20 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.copy(v1_shared, V)
                     else:
                         T.copy(v2_shared, V)
-                    T.barrier_wait(s_free[0], (i + 1) % 2)
-                    T.copy(S_operand, s_shared)
-                    T.fence_proxy_async()  # s_shared goes to TMA
-                    arrive(s_full, 0, lane)
+                    T.copy(S, S_operand)
+                    wgmma(S_operand, k_shared[st, :, :], U, transpose_B=True, clear_accum=True)  # (K S)^T
+                    T.copy(factors_shared[st, VALUE, :], value)
+                    T.copy(factors_shared[st, READ, :], read)
+                    T.copy(factors_shared[st, KEEP, :], keep)
+                    T.barrier_wait(s_free[i % 2], (i // 2 + 1) % 2)
+                    if i % 2 == 0:
+                        T.copy(S_operand, s0_shared)
+                    else:
+                        T.copy(S_operand, s1_shared)
+                    arrive(s_full, i % 2, lane)
                     T.wait_wgmma(0)
                     for r, c in T.Parallel(BV, C):
-                        W[r, c] = V[c, r] * factors_shared[st, VALUE, c] - factors_shared[st, READ, c] * U[r, c]
+                        W[r, c] = V[c, r] * value[c] - read[c] * U[r, c]
                     special[0] = factors_shared[st, SCALARS, SPECIAL]
                     if special[0] != 0:
                         decay[0] = factors_shared[st, SCALARS, DECAY]
@@ -174,12 +183,11 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.barrier_wait(u_free[0], (i + 1) % 2)
                     T.wait_wgmma(0)
                     for r, c in T.Parallel(BV, C):
-                        W[r, c] = U[r, c] * factors_shared[st, KEEP, c]
+                        W[r, c] = U[r, c] * keep[c]
                     wgmma(W, k_shared[st, :, :], S)
                     for c, r in T.Parallel(C, BV):
                         U_rounded[c, r] = U[r, c]
                     T.copy(U_rounded, u_shared)
-                    T.fence_proxy_async()  # u_shared goes to TMA
                     arrive(u_full, 0, lane)
                     T.wait_wgmma(0)
                     arrive(free, st, lane)
@@ -257,15 +265,21 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     chunks[slot + n + i * 32 + lane, 1] = 0
                 elif thread < chain_threads + 96:  # stores of S
                     for i in T.serial(n):
-                        T.barrier_wait(s_full[0], i % 2)
-                        T.tma_copy(s_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
+                        T.barrier_wait(s_full[i % 2], (i // 2) % 2)
+                        T.fence_proxy_async()  # here and not by those who wrote: it would hold up the chain
+                        if i % 2 == 0:
+                            T.tma_copy(s0_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
+                        else:
+                            T.tma_copy(s1_shared, states[slot + i, i_h, v_start : v_start + BV, 0:DK])
                         T.tma_store_wait(0)
-                        T.barrier_arrive(s_free[0])
+                        T.barrier_arrive(s_free[i % 2])
                 else:  # stores of U
                     for i in T.serial(n):
                         T.barrier_wait(u_full[0], i % 2)
+                        T.fence_proxy_async()
                         T.tma_copy(u_shared, values[slot + i, i_h, 0:C, v_start : v_start + BV])
                         T.tma_store_wait(0)
                         T.barrier_arrive(u_free[0])
+            T.pdl_sync()  # runs beside `backward_adjoint`; what follows may rely on both
 
     return backward_state

@@ -7,6 +7,9 @@ Inputs
     gates        [slots, HV, 2, 64]    fp32: log2 decay summed over the chunk (G), log2 key scale (r)
     cu_seqlens   [N + 1]               int32, on the device
     initial      [N, HV, K, V]         fp32, any strides; read if `has_initial`
+    states       [segments, HV, V, K]  fp32: the end states of segments (segment_scan.py), numbered as segments.cuh says
+    segment_chunks, num_items          int32: chunks of a segment, and how many segments the grid has room for;
+                                       NO_SEGMENTS and N where every sequence is a single one
     scale        fp32;  has_initial, has_final, l2norm   int32, run-time switches
 Outputs
     o            [T, HV, V]            dtype of q; rows past cu_seqlens[-1] become 0
@@ -17,7 +20,8 @@ Definition
         W = f V - K S,   U = A W,   O = c exp(G) scale (Q S + Tril(Q K^T) U),   S' = S + K^T U,   c' = exp(G_C) c.
     c and 1 / exp(G) stay within 2^+-FRAME: a chunk that would leave it is `special` and takes eq. 8.7, gates and all.
 
-Grid: N * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in L2.
+Grid: num_items * HV * V / BV CTAs, value blocks fastest, then heads: CTAs side by side share K, Q and the inverse in
+L2. A CTA has a segment of a sequence (eq. 7.1), which starts from the end state of the one before.
 Warpgroups, and what they wait for
     chain (BV / 64)  keeps S^T, 64 rows each, in registers as the A operand of every wgmma; per chunk K S, A W, Q S,
                      K^T U, P U, and the output rounded, transposed by stmatrix. Waits: `full` (tiles), `scores_full`,
@@ -30,6 +34,8 @@ Shared memory, K = V = BV = 128: three stages of Q, K, V (16 KB each) and A (8 K
 Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgroups; 232, 128, 40 with one.
 """
 
+from pathlib import Path
+
 import tilelang
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
@@ -41,6 +47,8 @@ ROWS = 64  # of S^T in one warpgroup: the M of a wgmma
 STAGES = 3
 FRAME = 60.0  # log2 range of a frame: two of them still multiply within fp32 and bf16
 EPSILON = 1e-6  # of eq. 2.4
+NO_SEGMENTS = 2**24  # chunks: longer than any sequence, and its tokens still fit int32
+SEGMENTS = Path(__file__).with_name("segments.cuh").read_text()
 LANES = 1  # of a warp that arrive at a barrier for all; 32 for racecheck, which follows no arrival through __syncwarp
 
 # rows of the factors of a chunk
@@ -82,7 +90,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     # fp16 has no exponents to spare: every chunk is special there.
     frame = FRAME if dtype == "bfloat16" else -1.0
     f32, i32, i64 = "float32", "int32", "int64"
-    num_tokens, H, HV, N, N_plus_1, slots = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots")
+    num_tokens, H, HV, N, N_plus_1, slots, segments = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots, segments")
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head = T.dynamic(
         "q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head", i64
     )
@@ -174,13 +182,17 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
         cu_seqlens: T.Tensor((N_plus_1,), i32),
         initial: T.StridedTensor((N, HV, DK, DV), (initial_n, initial_h, initial_k, initial_v), f32),
         final: T.StridedTensor((N, HV, DK, DV), (final_n, final_h, final_k, final_v), f32),
+        states: T.Tensor((segments, HV, DV, DK), f32),
         o: T.StridedTensor((num_tokens, HV, DV), (o_token, o_head, 1), dtype),
         scale: T.float32,
+        segment_chunks: T.int32,
+        num_items: T.int32,
         has_initial: T.int32,
         has_final: T.int32,
         l2norm: T.int32,
     ):
-        with T.Kernel(N * HV * blocks, threads=128 * (chains + 2)) as block:
+        with T.Kernel(num_items * HV * blocks, threads=128 * (chains + 2)) as block:
+            T.import_source(SEGMENTS)
             q_shared = T.alloc_shared((ST, C, DK), dtype)
             k_shared = T.alloc_shared((ST, C, DK), dtype)
             v0_shared = T.alloc_shared((C, BV), dtype)
@@ -227,27 +239,44 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
 
             thread = T.get_thread_binding()
             lane = thread % 32
+            item = T.alloc_var(i32)
             i_n = T.alloc_var(i32)
+            segment = T.alloc_var(i32)
+            before = T.alloc_var(i32)  # number of the segment before this one
             i_h = T.alloc_var(i32)
             i_k = T.alloc_var(i32)
             v_start = T.alloc_var(i32)
             start = T.alloc_var(i32)
-            length = T.alloc_var(i32)
+            length = T.alloc_var(i32)  # from here to the end of the sequence
             n = T.alloc_var(i32)
             slot = T.alloc_var(i32)
-            i_n = T.truncdiv(block, HV * blocks)
-            i_h = T.truncdiv(block - i_n * (HV * blocks), blocks)
-            v_start = (block - i_n * (HV * blocks) - i_h * blocks) * BV
+            T.pdl_sync()  # what follows reads what the kernels before have written
+            item = T.truncdiv(block, HV * blocks)
+            i_h = T.truncdiv(block - item * (HV * blocks), blocks)
+            v_start = (block - item * (HV * blocks) - i_h * blocks) * BV
             i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
+            i_n = item
+            segment = 0
+            if item >= N:
+                i_n = T.call_extern(
+                    i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
+                )
+                segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
+            before = T.if_then_else(segment == 1, i_n, item - 1)
             start = cu_seqlens[i_n]
-            length = cu_seqlens[i_n + 1] - start
-            n = T.truncdiv(length + (C - 1), C)
             slot = T.min(i_n, start)
-            slot = slot + T.truncdiv(start - slot, C)
+            slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+            length = cu_seqlens[i_n + 1] - start - segment * (segment_chunks * C)
+            start = start + segment * (segment_chunks * C)
+            n = T.max(T.min(T.truncdiv(length + (C - 1), C), segment_chunks), 0)  # 0 also where nobody owns the item
 
             if thread < chain_threads:
                 T.set_max_nreg(registers_chain, 1)
-                if has_initial != 0:
+                if segment > 0:
+                    if n > 0:
+                        for r, c in T.Parallel(BV, DK):
+                            S[r, c] = states[before, i_h, v_start + r, c]
+                elif has_initial != 0:
                     for r, c in T.Parallel(BV, DK):
                         S[r, c] = initial[i_n, i_h, c, v_start + r]
                 else:
@@ -289,7 +318,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.barrier_wait(o_free[0], n % 2)
                     round_output(n - 1, O, O_rounded, factors_shared, o_shared)
                     finish_chunk(n - 1, free, o_full, lane)
-                if has_final != 0:
+                # the last segment: of a sequence without tokens, its first
+                if has_final != 0 and length <= n * C and (n > 0 or segment == 0):
                     for r, c in T.Parallel(BV, DK):
                         final[i_n, i_h, c, v_start + r] = S[r, c] * decay[0]
 
@@ -403,7 +433,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 for c in T.Parallel(BV):
                                     o[t + r, i_h, v_start + c] = o_shared[r, c]
                         T.barrier_arrive(o_free[0])
-                elif i_n == N - 1:  # padding
+                elif item == N - 1:  # padding
                     for r in T.serial(num_tokens - start - length):
                         for c in T.Parallel(BV):
                             o[start + length + r, i_h, v_start + c] = 0

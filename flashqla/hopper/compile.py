@@ -10,6 +10,7 @@ Importing this module imports no compiler, and kernels that lie in the cache nee
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -49,13 +50,14 @@ class Budget:
     """What one variant may use of an SM: what lets `ctas_per_sm` CTAs of `threads` threads share it.
 
     The main loop may not spill at all. `spill_bytes` (of stores, and as many of loads) are allowed elsewhere, and
-    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas.
+    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas. `wgmma`: whether there are any.
     """
 
     threads: int
     ctas_per_sm: int = 1
     spill_bytes: int = 0
     side_loop_spills: int = 0
+    wgmma: bool = True
 
     @property
     def registers(self) -> int:
@@ -102,12 +104,21 @@ class Variant:
             return Budget(threads=512, spill_bytes=256, side_loop_spills=16)
         if self.kernel == "chunk_forward":
             return Budget(threads=384)
+        if self.kernel == "segment_states":
+            return Budget(threads=256, ctas_per_sm=2)
+        if self.kernel == "segment_scan":
+            return Budget(threads=128, wgmma=False)
+        if self.kernel == "segment_order":
+            return Budget(threads=512, wgmma=False)
         if self.kernel == "backward_state":
             return Budget(threads=128 * (1 + self["block_dv"] // 64), spill_bytes=64)
         if self.kernel == "backward_adjoint":
             return Budget(threads=128 * (2 + self["block_dv"] // 64), spill_bytes=256, side_loop_spills=16)
         if self.kernel == "backward_chunk":
             return Budget(threads=512, spill_bytes=256)
+        if self.kernel == "recurrent":
+            ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
+            return Budget(threads=128, ctas_per_sm=ctas, wgmma=False)
         return Budget(threads=128, ctas_per_sm=self.module.ctas_per_sm(self["head_dim"], self["heads"]))
 
     @property
@@ -126,6 +137,11 @@ def _table() -> Iterable[Variant]:
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "block_dv": block}
         for kernel in ("chunk_forward", "backward_state", "backward_adjoint"):
             yield Variant(kernel, tuple(options.items()))
+    for dtype, k, v in itertools.product(DTYPES, (128, 64), (128, 64)):
+        yield Variant("segment_states", (("dtype", dtype), ("head_dim_k", k), ("head_dim_v", v)))
+    for k, v in itertools.product((128, 64), repeat=2):
+        yield Variant("segment_scan", (("head_dim_k", k), ("head_dim_v", v)))
+    yield Variant("segment_order", ())
     gate_dtypes = ("float32", "bfloat16")
     for dtype, k, v, beta in itertools.product(DTYPES, (128, 64), (128, 64), gate_dtypes):
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "beta_dtype": beta}
@@ -133,6 +149,9 @@ def _table() -> Iterable[Variant]:
     for dtype, k, heads, g, beta in itertools.product(DTYPES, (128, 64), (4, 2, 1), gate_dtypes, gate_dtypes):
         options = {"dtype": dtype, "head_dim": k, "heads": heads, "gate_dtype": g, "beta_dtype": beta}
         yield Variant("gated_inverse", tuple(options.items()))
+    for dtype, k, v, v_first in itertools.product(DTYPES, (128, 64), (128, 64), (False, True)):
+        options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "state_v_first": v_first}
+        yield Variant("recurrent", tuple(options.items()))
 
 
 VARIANTS = tuple(_table())
@@ -152,7 +171,11 @@ def find_variant(kernel: str, **options: Any) -> Variant:
 def select(dtypes: Sequence[str] | None = None, all_variants: bool = False) -> list[Variant]:
     """The variants that `warmup` compiles: the common ones in bfloat16, unless told other dtypes, or all."""
     dtypes = dtypes or (DTYPES if all_variants else DTYPES[:1])
-    return [variant for variant in VARIANTS if variant["dtype"] in dtypes and (all_variants or variant.common)]
+    return [
+        variant
+        for variant in VARIANTS
+        if dict(variant.options).get("dtype", dtypes[0]) in dtypes and (all_variants or variant.common)
+    ]
 
 
 # ---- the compiler and the cache
@@ -175,6 +198,20 @@ def packaged(distribution: str, tool: str) -> list[Path]:
     except importlib.metadata.PackageNotFoundError:
         return []
     return [Path(file.locate()) for file in files if file.parts[-2:] == ("bin", tool)]
+
+
+@functools.cache
+def wrong_companion() -> str | None:
+    """One line if the installed TileLang is not the one that this package was made for; None if it is."""
+    try:
+        needed = importlib.metadata.requires("flashqla") or []
+        found = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a source tree without installation, or no TileLang, which the import will say
+    exact = next((match[1] for text in needed if (match := re.match(r"tilelang\s*==\s*([\w.]+)", text))), None)
+    if exact is None or found.split("+")[0] == exact:
+        return None
+    return f'the kernels need tilelang {exact}, installed is {found}: pip install "tilelang=={exact}"'
 
 
 def require_nvcc() -> Path:
@@ -201,9 +238,18 @@ def describe_cache() -> str:
     return f"{cache_folder()} ({len(list(cache_folder().glob('*/*/kernels/*')))} kernels)"
 
 
+@functools.cache
+def shortage() -> list[str]:
+    """Why this process can have no kernel at all: no compiler, and nothing in the cache. Empty otherwise."""
+    if find_nvcc() is not None or any(cache_folder().glob("*/*/kernels/*")):
+        return []
+    return [f"{NO_NVCC}; and no compiled kernel lies in {cache_folder()}"]
+
+
 # ---- compiling
 
 _kernels: dict[Variant, Callable] = {}
+_failures: dict[Variant, str] = {}  # an attempt takes seconds: one a process is enough
 _locks: dict[Variant, threading.Lock] = {}
 _lock = threading.Lock()  # of the two above and of the count
 _builds = 0
@@ -231,8 +277,14 @@ def compiled(variant: Variant, remark: str = "") -> Callable:
     with _lock:
         lock = _locks.setdefault(variant, threading.Lock())
     with lock:
+        if variant in _failures:
+            raise CompileError(_failures[variant])
         if variant not in _kernels:
-            _kernels[variant] = _load_or_compile(variant, remark)
+            try:
+                _kernels[variant] = _load_or_compile(variant, remark)
+            except CompileError as error:
+                _failures[variant] = str(error)
+                raise
         return _kernels[variant]
 
 
@@ -242,6 +294,8 @@ def builds() -> int:
 
 
 def _load_or_compile(variant: Variant, remark: str) -> Callable:
+    if wrong := wrong_companion():
+        raise CompileError(wrong)
     import tilelang
     from tilelang.instrumentation import register_pass_instrumentation_tool
 
@@ -264,12 +318,14 @@ def _compilation_begins() -> Any:
     global _builds
     from tilelang.instrumentation import PassInstrumentationTool
 
-    if _current.get() is not None:
-        variant, remark = _current.get()
+    if (current := _current.get()) is not None:
+        variant, remark = current
         nvcc = require_nvcc()
         with _lock:
             _builds += 1
-        logger.info("compiling %s%s with %s; cache: %s", variant.name, remark and f" ({remark})", nvcc, cache_folder())
+            left = sum(common not in _kernels for common in select())
+        remark = remark or f"on demand; {left} of the {len(select())} common kernels are not loaded, see warmup"
+        logger.info("compiling %s (%s) with %s; cache: %s", variant.name, remark, nvcc, cache_folder())
     return PassInstrumentationTool()
 
 
@@ -318,6 +374,28 @@ def warmup(
     if lost := sum(not _is_saved(kernel) for kernel in kernels):
         raise CompileError(f"{lost} of {len(kernels)} kernels are not in the cache, which is {describe_cache()}")
     return variants
+
+
+def export(variants: Sequence[Variant], folder: str | os.PathLike) -> Path:
+    """Copy compiled variants into a folder that serves as a cache of its own: the way to machines without nvcc.
+
+    Kernels hold machine code, so a copy is all that it takes; `TILELANG_CACHE_DIR=folder` points at it there, with the
+    same version of TileLang and of this package. What lies in the folder already stays.
+
+    Raises:
+        CompileError: if a variant is neither in the cache nor can be compiled.
+    """
+    folder = Path(folder)
+    for variant in variants:
+        entry = Path(getattr(compiled(variant), "_tilelang_cache_path"))  # noqa: B009 (not in the type)
+        inside = entry.relative_to(cache_folder().resolve() if entry.is_absolute() else cache_folder())
+        staged = folder / inside.parent / f".{inside.name}.{os.getpid()}"
+        if not (folder / inside).is_dir():
+            shutil.copytree(entry, staged)
+            with contextlib.suppress(FileExistsError):
+                staged.rename(folder / inside)  # whole or not at all
+            shutil.rmtree(staged, ignore_errors=True)
+    return folder
 
 
 def _is_saved(kernel: Callable) -> bool:

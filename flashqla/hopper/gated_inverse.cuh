@@ -28,6 +28,7 @@ constexpr float FRAME = 60.f;    // chunk_forward.FRAME
 constexpr int RAW = 72;         // words of one tile's raw gates: 64 tokens, and 8 that spread four heads over the banks
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RESET = -256.f;  // a token's log2 decay from here on is 0 in fp32; finite, so that differences stay numbers
+constexpr float BOUND = 2.01f;   // of beta' in a step that contracts: 2, and the rounding of unit keys to 16 bits
 constexpr float SMALLEST_BETA = 1.f / 4096;  // with BETA_FLOOR; well within the normal numbers of fp16
 constexpr float TINY = 1e-30f;  // least |k|^2: a zero key has zero products, whatever its scale
 
@@ -312,6 +313,8 @@ __device__ __forceinline__ void tile_terms(const void* g, long long g_token, lon
   *(float2*)(terms + 64 + t) = make_float2(row.x - log_r.x - log2_fast(b.x), row.y - log_r.y - log2_fast(b.y));
   b.x *= square.x;
   b.y *= square.y;
+  const bool contracts = b.x >= 0.f && b.x <= BOUND && b.y >= 0.f && b.y <= BOUND;
+  if (!__all_sync(~0u, contracts) && !(flags & L2NORM)) log_r = make_float2(-0.f, -0.f);
   *(float2*)(terms + 128 + t) = b;
   ((u32*)terms)[192 + lane] = pack_half(b.x, b.y);
   if (valid > 0) {

@@ -12,7 +12,8 @@ Inputs
 Outputs
     a            [slots, HV, 64, 64]   dtype of k: r_i A_ij beta_j r_j, times exp(G_i - G_j) with `GATED` and where the
                                        chunk's decay leaves the frame of eq. 8.1; zero above the diagonal, past the end
-    gates        [slots, HV, 2, 64]    fp32: G in powers of two (constant past the end); log2 r (0 without `L2NORM`)
+    gates        [slots, HV, 2, 64]    fp32: G in powers of two (constant past the end); log2 r (without `L2NORM` 0;
+                                       that is -0 in a chunk with a beta |k|^2 outside of [0, 2], where eq. 7.4 fails)
     Chunk c of sequence i has slot m + (cu_i - m) // 64 + c, m = min(i, cu_i). Slots that no chunk has are not written.
 Definition
     G = log2(e) cumsum(g) within the chunk (eq. 2.1), g = -exp(A_log) softplus(raw + dt_bias) with `USE_GATE` (eq. 2.3),
@@ -167,6 +168,7 @@ def build(dtype: str, gate_dtype: str, head_dim: int, heads: int, beta_dtype: st
     ):
         with T.Kernel(num_ctas, threads=THREADS):
             T.import_source(SOURCE)
+            T.pdl_trigger()  # the next kernel may take the SMs that this one leaves
             T.annotate_min_blocks_per_sm(ctas_per_sm(head_dim, heads))
             k_shared = T.alloc_shared((CHUNKS * PANELS * C, C), dtype)
             tile_shared = T.alloc_shared((TILES * C, C), dtype)

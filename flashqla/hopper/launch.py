@@ -1,4 +1,4 @@
-"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels."""
+"""Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or five with segments."""
 
 import functools
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ..plan import Plan
 from . import chunk_forward, gated_inverse
 from .compile import kernel
+from .segments import Segments, segment_ends
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
@@ -49,15 +50,18 @@ def forward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
+    cp_threshold: float | None,
     plan: Plan,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
 
-    Two launches on the current stream; nothing waits for the device, nothing is read back from it.
+    Two launches on the current stream, five if the plan has segments; nothing waits for the device, nothing is read
+    back from it.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device) if out is None else out
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     final_state = initial = None
@@ -83,7 +87,8 @@ def forward(
     flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
-        kernel("gated_inverse", dtype=dtype_name(q), gate_dtype=dtype_name(g), head_dim=K, heads=heads, beta_dtype=dtype_name(beta))(
+        dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
+        kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
             k,
             g,
             beta,
@@ -95,6 +100,10 @@ def forward(
             flags,
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
+        if plan.segment_chunks:
+            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, cp_threshold)
+        else:
+            segments = Segments.none(N, HV, K, V, q.device)
         kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
             q,
             k,
@@ -104,8 +113,11 @@ def forward(
             offsets,
             no_state if initial is None else initial,
             final,
-            o.view(B * T, HV, V),
+            segments.states,
+            o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
             float(scale),
+            segments.chunks,
+            segments.count,
             int(initial is not None),
             int(output_final_state),
             int(use_qk_l2norm),

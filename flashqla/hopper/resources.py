@@ -76,9 +76,9 @@ def violations(variant: Variant, used: Resources) -> list[str]:
         limits += [("spills in a side loop", spills, budget.side_loop_spills) for spills in used.loop_spills[1:]]
     broken = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
     broken += [f"serialised wgmma: {line}" for line in used.serialised]
-    if used.wgmma == 0:
+    if budget.wgmma and used.wgmma == 0:
         broken.append("no wgmma")
-    if used.sass is not None and used.sass["HGMMA"] == 0:
+    if budget.wgmma and used.sass is not None and used.sass["HGMMA"] == 0:
         broken.append("no HGMMA")
     return broken
 

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ CHEAPEST = find_variant(
 
 
 def test_table():
-    assert len(VARIANTS) == len(set(VARIANTS)) == len({variant.name for variant in VARIANTS}) == 12 + 48
+    names = {variant.name for variant in VARIANTS}
+    assert len(VARIANTS) == len(set(VARIANTS)) == len(names) == 3 * 12 + 16 + 8 + 4 + 1 + 48 + 16
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
@@ -34,6 +36,12 @@ def test_table_has_all_that_the_launcher_may_ask_for(dtype):
     for k, v, block in itertools.product((64, 128), repeat=3):
         if block <= v:
             find_variant("chunk_forward", dtype=dtype, head_dim_k=k, head_dim_v=v, block_dv=block)
+    for k, v in itertools.product((64, 128), repeat=2):
+        find_variant("segment_states", dtype=dtype, head_dim_k=k, head_dim_v=v)
+        find_variant("segment_scan", head_dim_k=k, head_dim_v=v)
+    find_variant("segment_order")
+    for k, v, v_first in itertools.product((64, 128), (64, 128), (False, True)):
+        find_variant("recurrent", dtype=dtype, head_dim_k=k, head_dim_v=v, state_v_first=v_first)
     for k, heads, g, beta in itertools.product((64, 128), (1, 2, 4), ("float32", "bfloat16"), ("float32", "bfloat16")):
         find_variant("gated_inverse", beta_dtype=beta, gate_dtype=g, heads=heads, head_dim=k, dtype=dtype)
 
@@ -45,13 +53,14 @@ def test_other_variants_are_refused_by_name():
 
 def test_selection():
     common = select()
-    assert len(common) == 2 + 3 * 2
-    assert all(variant["dtype"] == "bfloat16" for variant in common)
+    assert len(common) == 3 * 2 + 2 + 3 + 3 * 2 + 2
+    assert all(dict(variant.options).get("dtype", "bfloat16") == "bfloat16" for variant in common)
     assert {variant["heads"] for variant in common if variant.kernel == "gated_inverse"} == {1, 2, 4}
-    assert len(select(("bfloat16", "float16"))) == 2 * len(common)
-    assert [variant["dtype"] for variant in select(["float16"])] == ["float16"] * len(common)
+    assert len(select(("bfloat16", "float16"))) == 2 * len(common) - 2  # two kernels serve both
+    assert {dict(variant.options).get("dtype", "float16") for variant in select(["float16"])} == {"float16"}
+    assert len(select(["float16"])) == len(common)
     assert select(all_variants=True) == list(VARIANTS)
-    assert len(select(["float16"], all_variants=True)) == len(VARIANTS) // 2
+    assert len(select(["float16"], all_variants=True)) == (len(VARIANTS) + 5) // 2
 
 
 # ---- budgets
@@ -132,6 +141,7 @@ def test_violations(fault, says):
     assert VARIANTS[0].budget.threads == 512
     assert violations(VARIANTS[0], GOOD) == []
     assert violations(VARIANTS[0], replace(GOOD, sass=None, loop_spills=None)) == []
+    assert violations(find_variant("segment_order"), replace(GOOD, wgmma=0)) == []  # it has nothing to multiply
     (found,) = violations(VARIANTS[0], replace(GOOD, **fault))
     assert says in found
 
@@ -264,6 +274,7 @@ def slow_compiler(monkeypatch):
         return variant.name
 
     monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(compile, "_failures", {})
     monkeypatch.setattr(compile, "_load_or_compile", slow)
     monkeypatch.setattr(compile, "_is_saved", lambda _: True)
     return calls
@@ -398,3 +409,44 @@ def test_processes_compile_into_one_empty_cache(cache):
     assert all(cache.builds(process) <= 1 for process in processes)
     assert len(cache.entries("*/*/kernels/*")) == 1
     assert cache.builds() == 0
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_exported_kernels_run_without_nvcc(cache, monkeypatch, tmp_path):
+    """A copy of the cache is all that a machine without a compiler needs, and holds nothing but what was asked for."""
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(cache.folder))
+    monkeypatch.setattr(compile, "_kernels", {})
+    exported = Cache(compile.export([CHEAPEST], tmp_path / "exported"))
+    compile.export([CHEAPEST], exported.folder)  # again: nothing happens
+    assert len(exported.entries("*/*/kernels/*")) == 1 and not exported.entries("*/*/kernels/.*")
+    shutil.rmtree(cache.folder)
+    assert exported.builds(exported.start(PATH="/nowhere", CUDA_HOME="/nowhere")) == 0
+
+
+# ---- no compiler
+
+
+def test_shortage(bare, monkeypatch, tmp_path):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile, "_kernels", {})
+    compile.shortage.cache_clear()
+    try:
+        (reason,) = compile.shortage()
+        assert "no CUDA compiler" in reason and str(tmp_path / "cache") in reason
+        (tmp_path / "cache" / "0.1" / "linux" / "kernels" / "abc").mkdir(parents=True)
+        compile.shortage.cache_clear()
+        assert compile.shortage() == []
+        shutil.rmtree(tmp_path / "cache")
+        bare("path", "nvcc")
+        compile.shortage.cache_clear()
+        assert compile.shortage() == []
+    finally:
+        compile.shortage.cache_clear()
+
+
+def test_a_failed_compilation_is_tried_once(slow_compiler):
+    for _ in range(3):
+        with pytest.raises(CompileError, match="bad luck"):
+            compile.compiled(VARIANTS[1])
+    assert len(slow_compiler) == 1

@@ -1,0 +1,1 @@
+"""Doors into libraries that models already call. Nothing here is imported unless asked for."""
