@@ -29,8 +29,8 @@ Definition
 Grid: `num_ctas` CTAs walk the items, key heads fastest, then slots. An item is one chunk of one key head; it loops over
 its value heads and sums dQ and dK in registers, always in the same order.
 Warpgroups, and what they wait for
-    rows (2)  dQ, and the part of dK from keys that read, as one product of 128 rows: [dO; dV] U^T, gated to [D; N], then
-              [dO; dV] S^T + [D; N] K.                     Waits: tiles, `factors_full`, `scores_free`
+    rows (2)  dQ, and the part of dK from keys that read, as one product of 128 rows: [dO; dV] U^T, gated to [D; N],
+              then [dO; dV] S^T + [D; N] K.                Waits: tiles, `factors_full`, `scores_free`
     write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`, `diagonal_full`
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
               of the one before into dg and dbeta (`rows_full`), one that clears the padding.
@@ -275,7 +275,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.clear(X_sum)
                         T.clear(X_along)
                         T.clear(diagonal)
-                        for h in T.serial(group):
+                        for _ in T.serial(group):
                             p = x % 2
                             T.barrier_wait(factors_full[p], (x // 2) % 2)
                             T.barrier_wait(x_full[0], x % 2)

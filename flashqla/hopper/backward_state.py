@@ -15,7 +15,8 @@ Outputs
 Definition
     The chunk form (eq. 3.3, 3.4, 3.6) with keys K = k, U scaled by r (eq. 8.1 says why r enters so):
         W = V / r - exp(G) K S,   U = A W,   S' = exp(G_C) S + K^T diag(exp(G_C - G)) U.
-    The registers hold S / c. c' = exp(G_C) c costs nothing; where it would leave 2^-FRAME, S itself is scaled and c' = 1.
+    The registers hold S / c. c' = exp(G_C) c costs nothing; where it would leave 2^-FRAME, S is
+    scaled, and c' = 1.
 
 Grid: N * HV * V / BV CTAs, value blocks fastest.
 Warpgroups, and what they wait for

@@ -66,7 +66,9 @@ def forward(
     N = offsets.numel() - 1
     final_state = initial = None
     if output_final_state:
-        final_state = torch.empty((N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device)
+        final_state = torch.empty(
+            (N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device, dtype=torch.float32
+        )
     if initial_state is not None:
         initial = initial_state.float()
         initial = initial.mT if state_v_first else initial
@@ -77,13 +79,13 @@ def forward(
 
     q, k, v = (tiles(x) for x in (q, k, v))
     g, beta = (gate_rows(x) for x in (g, beta))
-    nothing = torch.empty(1, device=q.device)
+    nothing = torch.empty(1, device=q.device, dtype=torch.float32)
     no_state = nothing.expand(N, HV, K, V)
     final = no_state if final_state is None else final_state.mT if state_v_first else final_state
     heads = gated_inverse.heads_per_item(H, HV)
     slots = gated_inverse.num_slots(B * T, N)
     inverse = torch.empty(slots, HV, plan.chunk_size, plan.chunk_size, dtype=q.dtype, device=q.device)
-    gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device)
+    gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device, dtype=torch.float32)
     flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):

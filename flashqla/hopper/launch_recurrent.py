@@ -93,13 +93,13 @@ def forward(
     if inplace_final_state:
         final = initial
     elif output_final_state:
-        final = torch.empty((N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device)
+        final = torch.empty((N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device, dtype=torch.float32)
     else:
         final = None
     if N == 0:
         return o.zero_(), final
     g, beta = gate_rows(g), gate_rows(beta)
-    nothing = torch.empty(max(HEAD_DIMS), device=q.device)
+    nothing = torch.empty(max(HEAD_DIMS), device=q.device, dtype=torch.float32)
     no_fp32, no_bf16 = nothing[:1].view(1, 1), nothing.view(torch.bfloat16)[:1].view(1, 1)
     no_state = nothing.as_strided((1, HV, *((V, K) if state_v_first else (K, V))), (0, 0, 0, 1))
     no_int = nothing.view(torch.int32)

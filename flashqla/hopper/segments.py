@@ -31,7 +31,7 @@ class Segments(NamedTuple):
     @classmethod
     def none(cls, N: int, HV: int, K: int, V: int, device: torch.device) -> Segments:
         """Every sequence whole; `states` is not read."""
-        return cls(NO_SEGMENTS, N, torch.empty(1, HV, V, K, device=device))
+        return cls(NO_SEGMENTS, N, torch.empty(1, HV, V, K, dtype=torch.float32, device=device))
 
 
 def num_segments(num_tokens: int, num_sequences: int, segment_chunks: int) -> int:
@@ -67,9 +67,9 @@ def segment_ends(
     segments = Segments(
         segment_chunks,
         count,
-        states=torch.empty(count, HV, V, K, device=k.device),
+        states=torch.empty(count, HV, V, K, dtype=torch.float32, device=k.device),
         transitions=torch.empty(count, HV, K, K, dtype=torch.float16, device=k.device),
-        decays=torch.empty(count, HV, device=k.device),
+        decays=torch.empty(count, HV, dtype=torch.float32, device=k.device),
     )
     needed = torch.empty(count, HV, dtype=torch.int32, device=k.device)
     order = torch.empty(count * HV, dtype=torch.int32, device=k.device)
@@ -81,7 +81,7 @@ def segment_ends(
         inverse,
         gates,
         cu_seqlens,
-        torch.empty(1, device=k.device).expand(N, HV, K, V) if initial is None else initial,
+        torch.empty(1, dtype=torch.float32, device=k.device).expand(N, HV, K, V) if initial is None else initial,
         needed,
         segments.decays,
         order,
