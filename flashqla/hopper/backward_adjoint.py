@@ -29,8 +29,8 @@ Warpgroups, and what they wait for
                      Waits: `full`, `free`.
     producers        one warp each: TMA loads and the zeroes past the end of a sequence (`free`), gate factors (`free`),
                      TMA stores of dS' (`s_full`) and of dV (`w_full`).
-Shared memory, K = V = BV = 128: two stages of Q, K, dO (16 KB each) and A (8 KB), two of P (8 KB), dS' 32 KB, dV 16 KB,
-factors 3 KB: 179 KB. With BV = 64 three stages: 186 KB.
+Shared memory, K = V = BV = 128: two stages of Q, K, dO (16 KB each) and A (8 KB), two of P (8 KB), two dS' of 32 KB,
+dV 16 KB, factors 3 KB: 211 KB. With BV = 64 three stages: 205 KB.
 Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgroups; 232, 128, 40 with one.
 """
 

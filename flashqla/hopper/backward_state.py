@@ -24,7 +24,8 @@ Warpgroups, and what they wait for
                      `full` (tiles), `s_free`, `u_free` (the tiles it leaves behind have been stored).
     producers        one warp each: TMA loads and the zeroes past the end of a sequence (`free`), gate factors (`free`),
                      TMA stores of S (`s_full`) and of U (`u_full`).
-Shared memory, K = V = BV = 128: three stages of K, V (16 KB each) and A (8 KB), S 32 KB, U 16 KB, factors 4 KB: 172 KB.
+Shared memory, K = V = BV = 128: three stages of K, V (16 KB each) and A (8 KB), two S of 32 KB, U 16 KB, factors 3 KB:
+203 KB.
 Registers (setmaxnreg): chain 232, producers 24.
 """
 
