@@ -49,8 +49,9 @@ class CompileError(RuntimeError):
 class Budget:
     """What one variant may use of an SM: what lets `ctas_per_sm` CTAs of `threads` threads share it.
 
-    The main loop holds most of the wgmmas: `main_loop_spills` instructions are allowed there. `spill_bytes` (of stores, and as many of loads) are allowed elsewhere, and
-    `side_loop_spills` instructions in a loop of another warpgroup that also has wgmmas. `wgmma`: whether there are any.
+    `spill_bytes` are allowed of stores, and as many of loads, but only `main_loop_spills` instructions in the main loop,
+    the one with most wgmmas, and `side_loop_spills` in a loop of another warpgroup that also has some. `wgmma`: whether
+    there are any.
     """
 
     threads: int
@@ -119,7 +120,7 @@ class Variant:
             # As in chunk_forward, and one address of the chain's that never changes.
             return Budget(threads=512, spill_bytes=288, main_loop_spills=1, side_loop_spills=16)
         if self.kernel == "backward_chunk":
-            # 128 registers of sums and products and 16 of an operand, of 160, leave few for addresses, which are reloaded.
+            # Sums, products and an operand take 144 of 160 registers; addresses are reloaded.
             return Budget(threads=512, spill_bytes=128, main_loop_spills=4, side_loop_spills=8)
         if self.kernel == "recurrent":
             ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
