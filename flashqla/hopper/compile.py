@@ -49,8 +49,8 @@ class CompileError(RuntimeError):
 class Budget:
     """What one variant may use of an SM: what lets `ctas_per_sm` CTAs of `threads` threads share it.
 
-    `spill_bytes` are allowed of stores, and as many of loads, but only `main_loop_spills` instructions in the main loop,
-    the one with most wgmmas, and `side_loop_spills` in a loop of another warpgroup that also has some. `wgmma`: whether
+    `spill_bytes` are allowed of stores, and as many of loads, but only `main_loop_spills` instructions in the main loop
+    (that with most wgmmas) and `side_loop_spills` in a loop of another warpgroup that also has some. `wgmma`: whether
     there are any.
     """
 
