@@ -67,11 +67,13 @@ def environment(device: torch.device) -> dict:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, "+dirty" when it was changed since. Outside git, the variable FLASHQLA_COMMIT."""
+    """The variable FLASHQLA_COMMIT, for copies of a checkout; else the commit of this one, "+dirty" when changed since."""
+    if given := os.environ.get("FLASHQLA_COMMIT"):
+        return given
     root = str(pathlib.Path(flashqla.__file__).resolve().parents[1])
     name = first_line("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if name is None:
-        return os.environ.get("FLASHQLA_COMMIT")
+        return None
     return name + ("+dirty" if first_line("git", "-C", root, "status", "--porcelain") else "")
 
 

@@ -81,7 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     readme = root / "README.md"
     readme.write_text(with_section(readme.read_text(), section(root, evidence)))
     for direction, entries in passes_of(evidence).items():
-        draw(direction, entries, root / figure_path(direction))
+        if bars_of(entries):
+            draw(direction, entries, root / figure_path(direction))
     print("\n".join(f"written: {path}" for path in wrong) or "nothing to change")
     return 0
 
@@ -174,7 +175,8 @@ def section(root: pathlib.Path, evidence: Sequence[Evidence]) -> str:
     for direction, entries in passes_of(evidence).items():
         runs = [one for one in evidence if any(row.get("pass") == direction for row in one.rows)]
         parts += [introduction(direction, runs), markdown(entries), verdict(entries)]
-        parts.append(f"![{TITLES[direction]}: best peer over {OURS}]({figure_path(direction).as_posix()})")
+        if bars_of(entries):  # a peer was timed
+            parts.append(f"![{TITLES[direction]}: best peer over {OURS}]({figure_path(direction).as_posix()})")
     parts.append(evidence_table(root, evidence))
     return "\n\n".join(parts)
 
@@ -300,6 +302,6 @@ def out_of_date(root: pathlib.Path, evidence: Sequence[Evidence]) -> list[str]:
     wrong = [] if readme == with_section(readme, section(root, evidence)) else ["README.md"]
     for direction, entries in passes_of(evidence).items():
         path = root / figure_path(direction)
-        if not path.exists() or digest(direction, entries) not in path.read_text():
+        if bars_of(entries) and (not path.exists() or digest(direction, entries) not in path.read_text()):
             wrong.append(figure_path(direction).as_posix())
     return wrong

@@ -56,8 +56,9 @@ def test_tables_show_the_measured_times(direction):
         for column, name in COLUMNS.items():
             times = {f"{run[name]:.3f}" for run in runs if name in run}
             assert row.get(column, "-") in (times or {"-"}), (row, column)
-        ratios = [run["flashqla"] / min(ms for name, ms in run.items() if name != "flashqla") for run in runs]
-        assert row["ours / best"] == f"{max(ratios):.2f}"
+        peers = [[ms for name, ms in run.items() if name != "flashqla"] for run in runs]
+        ratios = [run["flashqla"] / min(times) for run, times in zip(runs, peers, strict=True) if times]
+        assert row["ours / best"] == (f"{max(ratios):.2f}" if ratios else "-")
         (ours,) = {f"{run['flashqla']:.3f}" for run in runs} & {row["flashqla"]} or {None}
         assert ours is not None
 
@@ -66,7 +67,7 @@ def test_slower_rows_are_named():
     readme = (ROOT / "README.md").read_text()
     for direction in report.TITLES:
         for row in tables().get(direction, []):
-            if float(row["ours / best"]) > 1:
+            if row["ours / best"] != "-" and float(row["ours / best"]) > 1:
                 told = f"{row['Hk/Hv, sequences']} ({row['ours / best']} times as long as"
                 assert told in readme
 
