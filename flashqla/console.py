@@ -67,7 +67,7 @@ def environment(device: torch.device) -> dict:
 
 
 def commit() -> str | None:
-    """The variable FLASHQLA_COMMIT, for copies of a checkout; else the commit of this one, "+dirty" when changed since."""
+    """FLASHQLA_COMMIT, which names a copy of a checkout; else the commit of this one, "+dirty" when changed since."""
     if given := os.environ.get("FLASHQLA_COMMIT"):
         return given
     root = str(pathlib.Path(flashqla.__file__).resolve().parents[1])
