@@ -34,6 +34,13 @@ class Cut(NamedTuple):
     segment_chunks: int
 
 
+class Fixed(NamedTuple):
+    """What of a :class:`Cut` may not be chosen; None for what may."""
+
+    block_dv: int | None
+    segment_chunks: int | None
+
+
 class Work(NamedTuple):
     """One call: its sequences, in order, and its heads."""
 
@@ -88,11 +95,11 @@ def candidates(works: Sequence[Work]) -> list[Cut]:
     return [Cut(columns, chunks) for chunks in dict.fromkeys([0, *lengths]) for columns in blocks]
 
 
-def cheapest(works: Sequence[Work], sm_count: int, fixed: Cut, must_cut: bool) -> Cut | None:
+def cheapest(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool) -> Cut | None:
     """The cut of the least mean cost over what a call may be; whole sequences unless another is `WORTH_IT`.
 
     Args:
-        fixed: what may not be chosen; None for what may.
+        fixed: what may not be chosen.
         must_cut: no whole sequences.
 
     Returns:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .costs import Cut, Estimate, Work, candidates, cheapest, estimate, mean_cost
+from .costs import Cut, Estimate, Fixed, Work, candidates, cheapest, estimate, mean_cost
 
 CHUNK_SIZE = 64
 """Tokens per chunk (C)."""
@@ -157,7 +157,7 @@ class Plan:
             packed=packed,
         )
         if block_dv is None or segment_chunks is None:
-            fixed = Cut(block_dv, 0 if context_parallel is False else segment_chunks)
+            fixed = Fixed(block_dv, 0 if context_parallel is False else segment_chunks)
             cut = cheapest(plan._works(), sm_count, fixed, context_parallel is True) if plan.chains else None
             if cut is not None:
                 plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
@@ -247,7 +247,7 @@ class Plan:
             return "\n".join(lines)
         mine = Cut(self.block_dv, self.segment_chunks)
         lines.append(f"expected: {' or '.join(map(str, self.estimates()))}; with other cuts:")
-        best = {}  # of each length of a segment, its best split of d_v
+        best: dict[int, tuple[float, Cut]] = {}  # of each length of a segment, its best split of d_v
         for cut, cost in costs.items():
             if cut != mine and cost < best.get(cut.segment_chunks, (cost + 1,))[0]:
                 best[cut.segment_chunks] = (cost, cut)
