@@ -136,12 +136,21 @@ def hopper_forward(
 
 def hopper_backward(
     do: Tensor | None, dht: Tensor | None, operands: Operands, options: Options, plan: Plan, needed: list[bool]
-) -> list[Tensor | None]:
-    """Gradients by the Hopper kernels, which must not refuse the call; None where not needed."""
-    from .hopper import launch_backward
+) -> list[Tensor | None] | None:
+    """Gradients by the Hopper kernels, which must not refuse the call; None where not needed.
+
+    None altogether where a kernel could not be compiled, as in :func:`hopper_forward`.
+    """
+    from .hopper import compile, launch_backward
 
     keywords = _kernel_keywords(operands, options)
-    return launch_backward.backward(do, dht, *operands[:5], plan=plan, needed=needed, **keywords)
+    try:
+        return launch_backward.backward(do, dht, *operands[:5], plan=plan, needed=needed, **keywords)
+    except compile.CompileError as error:
+        if options.backend == "hopper":
+            raise
+        _log_choice("reference", str(error), logging.WARNING)
+        return None
 
 
 def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:

@@ -92,9 +92,10 @@ def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[T
     elif options.form == "recurrent":  # the chunk kernels give its gradients; what they refuse, the reference computes
         kernels = kernels._replace(form="chunked", backend="auto" if options.backend == "hopper" else options.backend)
     plan = make_plan(operands, kernels)
+    gradients = None
     if backends.choose(operands, kernels, plan) == "hopper":
-        gradients = backends.hopper_backward(do, dht, operands, options, plan, needed)
-    else:
+        gradients = backends.hopper_backward(do, dht, operands, kernels, plan, needed)
+    if gradients is None:
         gradients = _reference_backward(do, dht, operands, options, needed)
     return tuple(operands.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 

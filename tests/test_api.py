@@ -373,6 +373,22 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(prete
         ops.forward(call, options)
 
 
+def test_a_backward_that_cannot_be_compiled_leaves_the_gradients_to_the_reference(pretend_hopper, caplog):
+    def backward(*tensors, **keywords):
+        raise CompileError("no CUDA compiler: set CUDA_HOME")
+
+    flashqla.hopper.launch_backward.backward = backward
+    made = inputs(tokens=8)
+    expected = outcome(chunk_gated_delta_rule, made, backend="reference")
+    results = outcome(chunk_gated_delta_rule, made)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert any("reference: no CUDA compiler" in record.getMessage() for record in caplog.records)
+    call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
+    with pytest.raises(CompileError):
+        ops.backward(made.do, None, call, options)
+
+
 def test_no_compiler_and_no_cache_is_a_reason(pretend_hopper, caplog):
     flashqla.hopper.compile.shortage = lambda: ["no CUDA compiler: set CUDA_HOME; and no compiled kernel lies in /x"]
     made = inputs(tokens=8)

@@ -37,7 +37,8 @@ Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgr
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from .chunk_forward import CHUNK_SIZE, EPSILON, FRAME, LANES, PASS_CONFIGS, ROWS, transposed
+from .backward_state import FRAME
+from .chunk_forward import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS, ROWS, transposed
 
 __all__ = ["PASS_CONFIGS", "build"]
 
@@ -60,7 +61,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     ST = 2 if chains == 2 else 3
     chain_threads, scores_threads = 128 * chains, 128 * (chains + 1)
     registers_chain, registers_scores, registers_producer = (208, 72, 24) if chains == 2 else (232, 128, 40)
-    frame = FRAME if dtype == "bfloat16" else 12.0  # fp16 has fewer exponents to spare
+    frame = FRAME if dtype == "bfloat16" else -1.0  # fp16 has no exponents to spare: a frame a chunk
     f32, i32, i64 = "float32", "int32", "int64"
     num_tokens, H, HV, N, N_plus_1, slots = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots")
     q_token, q_head, k_token, k_head, do_token, do_head = T.dynamic(

@@ -31,7 +31,7 @@ its value heads and sums dQ and dK in registers, always in the same order.
 Warpgroups, and what they wait for
     rows (2)  dQ, and the part of dK from keys that read, as one product of 128 rows: [dO; dV] U^T, gated to [D; N],
               then [dO; dV] S^T + [D; N] K.                Waits: tiles, `factors_full`, `scores_free`
-    write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`, `diagonal_full`
+    write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
               of the one before into dg and dbeta (`rows_full`), one that clears the padding.
 Shared memory, K = V = 128: Q, K of two items (64 KB), dO, dV (16 KB each), U of two value heads (32 KB), S, dS' (32 KB
@@ -98,7 +98,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
         where[1] = chunks[T.truncdiv(item, H), 1]
 
     @T.macro
-    def finish(x, i_h, where, lane, flags, beta, rows_shared, rows_full, betas, d_gate, total, dg, dbeta):
+    def finish(x, i_h, where, lane, flags, beta, rows_shared, rows_full, betas, d_gate, carried, total, dg, dbeta):
         """dg and dbeta of one chunk and value head from the row sums."""
         p = x % 2
         for j in T.unroll(2):
@@ -114,18 +114,29 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
         for j in T.unroll(2):
             r = lane + 32 * j
             d_gate[j] = 0.0
+            carried[j] = 0.0
             if r < where[1]:
-                d_gate[j] = rows_shared[p, DOTS, r] + rows_shared[p, DOTS, C + r] - rows_shared[p, DOT_WRITE, r]
-                total[0] += rows_shared[p, DOT_STATE, r]
+                carried[j] = rows_shared[p, DOT_STATE, r]
+                d_gate[j] = rows_shared[p, DOTS, r] + rows_shared[p, DOTS, C + r]
+                d_gate[j] -= rows_shared[p, DOT_WRITE, r] - carried[j]
             total[0] += rows_shared[p, TRACE, r] * rows_shared[p, DECAY, 0]
         total[0] = T.warp_reduce_sum(total[0])
-        # suffix sums of the 64 rows, two a lane
+        # Suffix sums of the 64 rows, two a lane; and prefix sums, without the row itself, of what rows carry into S'.
+        # Their total less a suffix would cancel: the last rows' shares are undecayed.
         for step in T.unroll(5):
             for j in T.unroll(2):
                 up = T.shfl_down(d_gate[j], 1 << step)
                 if lane + (1 << step) < 32:
                     d_gate[j] += up
+                down = T.shfl_up(carried[j], 1 << step)
+                if lane >= (1 << step):
+                    carried[j] += down
         d_gate[0] += T.shfl_sync(d_gate[1], 0)
+        first_half = T.shfl_sync(carried[0], 31)
+        for j in T.unroll(2):
+            before = T.shfl_up(carried[j], 1)
+            d_gate[j] += T.Select(lane > 0, before, T.float32(0))
+        d_gate[1] += first_half
         for j in T.unroll(2):
             r = lane + 32 * j
             if r < where[1]:
@@ -194,6 +205,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             betas = T.alloc_local((2,), f32)
             G_last = T.alloc_local((1,), f32)
             d_gate = T.alloc_local((2,), f32)
+            carried = T.alloc_local((2,), f32)
             total = T.alloc_local((1,), f32)
 
             # `pair_full[2]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
@@ -207,7 +219,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             s_free = T.alloc_barrier(arrive_count=[12 * LANES])
             ds_full = T.alloc_barrier(arrive_count=[32])
             ds_free = T.alloc_barrier(arrive_count=[4 * LANES])
-            diagonal_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_free = T.alloc_barrier(arrive_count=[4 * LANES])
             factors_full = T.alloc_barrier(arrive_count=[32] * 2)
@@ -331,8 +342,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         for r in T.Parallel(2 * C):
                             if r < C:
                                 item_shared[b, DIAGONAL, r] = diagonal[r]
-                        arrive(diagonal_full, 0, lane)
-                        T.sync_threads(3, 384)  # D and N have been read
+                        T.sync_threads(3, 384)  # D and N have been read, and the diagonal is there for `write`
                         for j in T.unroll(DK // C):
                             # The sum of the keys' rows goes to `write`, as high and low halves.
                             for r, c in T.Parallel(2 * C, C):
@@ -421,7 +431,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     )
                             arrive(rows_full, p, lane)
                             x += 1
-                        T.sync_threads(3, 384)
+                        T.sync_threads(3, 384)  # the diagonal of D is in, too
                         for j in T.unroll(DK // C):
                             T.sync_threads(2, 384)
                             for r, c in T.Parallel(C, C):
@@ -429,7 +439,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             T.sync_threads(3, 384)
                         arrive(scores_free, 0, lane)
                         row_dots(W_sum, C, 2 * b + 1, pairs_shared, W_product, W_dots)
-                        T.barrier_wait(diagonal_full[0], y % 2)
                         for r in T.Parallel(C):
                             W_along[r] *= W_dots[r] + item_shared[b, DIAGONAL, r] * item_shared[b, QK, r]
                         for r, c in T.Parallel(C, DK):
@@ -534,15 +543,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 T.barrier_arrive(factors_full[p])
                                 if x > 0:
                                     finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate,
-                                           total, dg, dbeta)  # fmt: skip
+                                           carried, total, dg, dbeta)  # fmt: skip
                                 last = i_h
                                 ahead[0] = where[0]
                                 ahead[1] = where[1]
                                 x += 1
                         item += num_ctas
                     if x > 0:
-                        finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate, total, dg,
-                               dbeta)  # fmt: skip
+                        finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate, carried,
+                               total, dg, dbeta)  # fmt: skip
                 elif thread < 480:  # padding
                     last = cu_seqlens[N_plus_1 - 1] + block
                     while last < num_tokens:

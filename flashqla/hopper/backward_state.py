@@ -32,10 +32,11 @@ Registers (setmaxnreg): chain 232, producers 24.
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from .chunk_forward import CHUNK_SIZE, FRAME, LANES, PASS_CONFIGS, ROWS, transposed
+from .chunk_forward import CHUNK_SIZE, LANES, PASS_CONFIGS, ROWS, transposed
 
 __all__ = ["PASS_CONFIGS", "build"]
 STAGES = 3
+FRAME = 44.0  # log2 range of c and of d: `backward_chunk` multiplies S / c and dS' / d, and sums 16384 products
 
 # rows of the factors of a chunk
 VALUE, READ, KEEP, SCALARS = range(4)
@@ -54,7 +55,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     C, DK, DV, BV, ST = CHUNK_SIZE, head_dim_k, head_dim_v, block_dv, STAGES
     blocks, chains = DV // BV, BV // ROWS
     chain_threads = 128 * chains
-    frame = FRAME if dtype == "bfloat16" else 12.0  # fp16 has fewer exponents to spare
+    frame = FRAME if dtype == "bfloat16" else -1.0  # fp16 has no exponents to spare: a frame a chunk
     f32, i32, i64 = "float32", "int32", "int64"
     num_tokens, H, HV, N, N_plus_1, slots = T.dynamic("num_tokens, H, HV, N, N_plus_1, slots")
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head", i64)

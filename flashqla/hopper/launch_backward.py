@@ -87,6 +87,11 @@ def backward(
     flags += gated_inverse.GATED + gated_inverse.BETA_FLOOR
     sizes = {"dtype": dtype_name(q), "head_dim_k": K, "head_dim_v": V}
     dq = dk = dg = dbeta = None
+    chunk_gradients = any(needed[i] for i in (0, 1, 3, 4, 5, 6))
+    if chunk_gradients:
+        # Before the launches: two of the kernels run side by side, and nothing may come between them.
+        states, values = empty(slots, HV, V, K), empty(slots, HV, C, V)
+        chunks = empty(slots, 2, dtype=torch.int32)
     with torch.cuda.device(q.device):
         kernel(
             "gated_inverse",
@@ -124,9 +129,7 @@ def backward(
             int(dinitial is not None),
             int(use_qk_l2norm),
         )
-        if any(needed[i] for i in (0, 1, 3, 4, 5, 6)):
-            states, values = empty(slots, HV, V, K), empty(slots, HV, C, V)
-            chunks = empty(slots, 2, dtype=torch.int32)
+        if chunk_gradients:
             kernel("backward_state", **sizes, block_dv=plan.block_dv)(
                 k,
                 v,

@@ -59,11 +59,13 @@ def test_resets_among_mild_gates():
 
 @pytest.mark.parametrize("gate", [-5.0, -10.0])
 def test_rn1_strong_decay_dg(gate):
-    """Each head by itself, and 0 at the first token without an initial state."""
+    """Each head by itself, and nothing but rounding at the first token without an initial state."""
     made = make(1, 256, 2, 4, 128, 128, gate=gate, initial_state=False)
-    mine = gradients(made, loss="output")["g"]
+    found = gradients(made, loss="output")
+    mine = found["g"]
     exact = gradients(made.to(torch.float64), loss="output", backend="reference")["g"]
-    assert (mine[:, 0] == 0).all()
+    # rounding of row sums that cancel there, next to summands of the size of v dv
+    assert mine[:, 0].abs().max() <= 1e-6 * (made.v * found["v"]).sum(-1).abs().max()
     for head in range(4):
         testing.check(f"dg of head {head}", mine[..., head], exact[..., head], 2e-2)
 
