@@ -121,7 +121,7 @@ class Variant:
             return Budget(threads=512, spill_bytes=288, main_loop_spills=1, side_loop_spills=16)
         if self.kernel == "backward_chunk":
             # Sums, products and an operand take 144 of 160 registers; addresses are reloaded.
-            return Budget(threads=512, spill_bytes=128, main_loop_spills=4, side_loop_spills=8)
+            return Budget(threads=512, spill_bytes=160, main_loop_spills=4, side_loop_spills=8)
         if self.kernel == "recurrent":
             ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
             return Budget(threads=128, ctas_per_sm=ctas, wgmma=False)
