@@ -42,6 +42,8 @@ print(cfg)
 # %% [markdown]
 # ## 1 One call
 #
+# B sequences of T tokens; H key heads of size K, HV value heads of size V:
+#
 # | argument | shape | meaning |
 # |---|---|---|
 # | `q`, `k` | `[B, T, H, K]` | queries and keys; keys should have unit length |
@@ -52,6 +54,10 @@ print(cfg)
 # For every token the state decays, the value under the key is corrected, and the query reads (eq. 1.1 to 1.3 of the
 # [derivations](../derivations/README.md)). `use_qk_l2norm_in_kernel=True` normalises q and k for you. The result is
 # differentiable.
+#
+# `check(label, mine, library, limit)` prints *rel*, the norm of the difference over the norm of the library's result,
+# and raises when it is above the limit. `testing.oracle64` is the token loop in float64, which everything is held
+# against.
 
 # %%
 B, T, H, HV, D = 1, cfg.tokens, cfg.heads, cfg.value_heads, cfg.head_dim
@@ -65,7 +71,7 @@ options = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
 o, final_state = flashqla.chunk_gated_delta_rule(q, k, v, g, beta, **options)
 print("output", tuple(o.shape), o.dtype, "  state", tuple(final_state.shape), final_state.dtype)
 
-first = [x[:, :512] for x in (q, k, v, g, beta)]  # the token loop in float64 on the CPU takes its time
+first = [x[:, :512] for x in (q, k, v, g, beta)]  # the token loop takes its time
 exact = testing.oracle64(*first, **options)
 _, first_state = flashqla.chunk_gated_delta_rule(*first, **options)
 check("eq. 1.1 to 1.3: output", o[:, :512], exact.output, limit)
@@ -75,7 +81,7 @@ _ = check("eq. 1.1 to 1.3: state", first_state, exact.final_state, limit)
 # ## 2 Hand over the state
 #
 # The state is all that the past leaves behind. A sequence may be cut anywhere: what one call returns is where the next
-# one continues. This is how prefill in pieces, and decoding after prefill, work.
+# one continues. This is how a prompt is read in pieces (*prefill*), and then continued token by token (*decoding*).
 
 # %%
 cut = T // 3
@@ -112,8 +118,8 @@ _ = check("third sequence, packed against alone", packed[:, cut + 1 :], alone, l
 # %% [markdown]
 # ## 4 Backends
 #
-# On a Hopper GPU the call runs compiled kernels where these can; everywhere else, and on request, the reference in
-# plain PyTorch. `is_supported` says which and why not.
+# On a Hopper GPU (H100, H200) the call runs compiled kernels where these can; everywhere else, and on request, the
+# reference in plain PyTorch. `is_supported` says which and why not.
 
 # %%
 for backend in ("reference", "hopper", "fla"):
@@ -138,7 +144,8 @@ except (TypeError, ValueError, NotImplementedError) as error:
 # %% [markdown]
 # ## 5 Gradients
 #
-# The backward is written by hand as well. Here it is against autograd through the float64 token loop, on a short input.
+# The backward is written by hand as well. Here it is against autograd through the float64 token loop, on a short input:
+# outputs, and the gradient of every argument.
 
 # %%
 made = testing.inputs(tokens=96, heads=1, value_heads=2, head_dim_k=32, head_dim_v=32, dtype=torch.float64)
@@ -207,6 +214,7 @@ left.annotate("guessing a digit", (steps, guessing), ha="right", va="bottom", co
 left.set(xlabel="step", ylabel="cross entropy / nats", title="Loss on the answers", ylim=(0, None))
 second.plot([100 * x for x in right], color="C2")
 second.axhline(100 / DIGITS, color="0.5", linestyle=":")
+second.annotate("guessing", (steps, 100 / DIGITS), ha="right", va="bottom", color="0.4")
 second.set(xlabel="step", ylabel="answers right / %", title="Recall", ylim=(0, 105))
 plt.show()
 print(f"last 20 steps: {100 * sum(right[-20:]) / 20:.1f} % of the answers right")
@@ -242,6 +250,7 @@ _ = check("exercise 1", read, value, 1e-5)
 #    after 100,000 tokens (bf16, H key and HV value heads as here)?
 
 # %% jupyter={"source_hidden": true}
+# Solution 2: a float32 state a value head, whatever the length
 state_bytes = HV * D * D * 4
 cache_bytes = 100_000 * (H + HV) * D * 2
 print(f"state {state_bytes / 2**20:.3f} MiB, keys and values {cache_bytes / 2**20:.0f} MiB")

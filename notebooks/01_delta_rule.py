@@ -22,9 +22,11 @@
 # matrix instead. This notebook builds that matrix by hand, finds out why the obvious way to fill it works badly, and
 # arrives at the *gated delta rule*, three lines that the rest of the repository makes fast.
 #
-# You need PyTorch and matrix algebra. Equation numbers are those of [derivations](../derivations/README.md). Every
-# section ends with `check(label, mine, library)`: it prints one line, and raises when the two differ. (`_ = check(...)`
-# at the end of a cell only keeps Jupyter from printing what it returns as well.)
+# You need PyTorch and matrix algebra. Equation numbers are those of [derivations](../derivations/README.md); this
+# notebook's are proved in [1](../derivations/01_delta_rule.md) and [2](../derivations/02_gate.md), and run in
+# [`flashqla/reference/recurrent.py`](../flashqla/reference/recurrent.py). Every section ends with `check(label, mine,
+# library, limit)`: it prints *rel*, the norm of the difference over the norm of the library's result, and raises when
+# that is above the limit. (`_ = check(...)` at the end of a cell only keeps Jupyter from printing what it returns.)
 
 # %%
 import matplotlib.pyplot as plt
@@ -74,8 +76,8 @@ _ = check("linear attention, state against sum", torch.stack(from_state), attent
 #
 # $$ u_t = \beta_t\,(v_t - S_{t-1}^\top k_t), \qquad S_t = S_{t-1} + k_t u_t^\top . $$
 #
-# (This is eq. 1.1 and 1.2 without decay.) $\beta_t \in [0, 1]$ is the write strength: 0 ignores the token, 1 replaces
-# what was there. Below, both rules store the same pairs and are asked for all of them afterwards.
+# (Eq. 1.1 and 1.2 without the decay, which comes in section 5.) $\beta_t \in [0, 1]$ is the write strength: 0 ignores
+# the token, 1 replaces what was there. Below, both rules store the same pairs and are asked for all of them afterwards.
 
 
 # %%
@@ -119,9 +121,10 @@ plt.show()
 # %% [markdown]
 # Adding treats all pairs alike and badly. The delta rule recalls the newest pair exactly (for $\beta = 1$), old ones
 # less well, because later corrections disturb them. Shown the same pairs again, it goes on improving; adding would
-# not. That is the behaviour of a learner, which the next section makes precise.
+# only make everything eight times as large. That is the behaviour of a learner, which the next section makes precise.
 #
-# Now the library's own recurrence with decay switched off (`g = 0`). Its layout is `[batch, tokens, heads, dim]`.
+# Now the library's own recurrence with decay switched off (`g = 0`). Its layout is `[batch, tokens, heads, dim]`, and
+# like attention it scales what it reads: $o_t = s\,S_t^\top q_t$ (eq. 1.3), $s = K^{-1/2}$ unless told otherwise.
 
 
 # %%
@@ -162,9 +165,10 @@ _ = check("eq. 1.2 as a gradient step", by_gradient_descent, library.final_state
 
 # %% [markdown]
 # Written as a map of the state, the step is $S_t = (I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top$. The
-# first factor shrinks the direction $k_t$ by $1 - \beta_t$ and leaves the others alone. For unit keys and $0 \le
-# \beta \le 2$ it never enlarges anything, which is why the recurrence is stable. This small matrix is the seed of
-# everything that follows: chunks multiply many of them, and notebook 02 shows how not to.
+# first factor multiplies what is stored along $k_t$ by $1 - \beta_t$ and leaves the directions across it alone. For
+# unit keys and $0 \le \beta \le 2$ it never enlarges anything, which is why the recurrence is stable (exercise 1 has a
+# use for $\beta > 1$). This small matrix is the seed of everything that follows: a run of tokens multiplies many of
+# them, and notebook 02 shows how not to.
 #
 # ## 4 Overwriting
 #
@@ -195,18 +199,19 @@ _ = check("the other key is untouched", write_all(keys, values).T @ k_y, other, 
 # %% [markdown]
 # ## 5 Why there is a gate
 #
-# The delta rule forgets only by overwriting: to clear the memory at the end of a paragraph it would need one write per
-# stored key. The gate multiplies the whole state by $a_t \in (0, 1]$ before each write, at no cost. This completes the
+# The delta rule forgets only by overwriting: to clear the memory at the end of a paragraph it would have to write 0
+# under every stored key. The gate multiplies the whole state by $a_t \in (0, 1]$ before each write. This completes the
 # rule:
 #
 # $$ S_t = a_t S_{t-1} + k_t u_t^\top, \quad u_t = \beta_t (v_t - a_t S_{t-1}^\top k_t), \quad o_t = s\,S_t^\top q_t
 # \qquad \text{(eq. 1.1, 1.2, 1.3)} $$
 #
 # The decay comes first: the prediction in $u_t$ uses the decayed state. The code keeps $g_t = \log a_t \le 0$, because
-# products of decays become sums, $G_i = \sum_{m \le i} g_m$ (eq. 2.1), and what is left at token $i$ of something
-# written at token $j$ is
+# products of decays become sums, $G_i = \sum_{m \le i} g_m$ (eq. 2.1), and what the gates leave at token $i$ of
+# something written at token $j$ is
 #
-# $$ \Gamma_{ij} = \exp(G_i - G_j) \text{ for } i \ge j, \text{ else } 0 \qquad \text{(eq. 2.2)} $$
+# $$ \Gamma_{ij} = a_{j+1} \cdots a_i = \exp(G_i - G_j) \text{ for } i \ge j, \text{ else } 0
+# \qquad \text{(eq. 2.2)} $$
 
 
 # %%
@@ -228,10 +233,14 @@ check("eq. 1.1 to 1.3: output", mine, library.output[0, :, 0], 1e-12)
 _ = check("eq. 1.1 to 1.3: state", S_T, library.final_state[0, 0], 1e-12)
 
 # %% [markdown]
-# A layer does not predict $g$ directly. It predicts a number and passes it through $g =
-# -\exp(A_{\log})\,\mathrm{softplus}(\text{raw} + \text{bias})$ (eq. 2.3), which is never positive; $A_{\log}$ is one
-# learned number a head, so that some heads are born with a long memory and others with a short one. The half-life of
-# a constant gate is $\log 2 / |g|$ tokens.
+# A layer does not predict $g$ directly. It predicts a number, `raw`, and passes it through
+#
+#     g = -exp(A_log) softplus(raw + dt_bias)        (eq. 2.3)
+#
+# which is never positive. `A_log` and `dt_bias` are two learned numbers a head, so that some heads are born with a long
+# memory and others with a short one. (`A_log` has nothing to do with the matrix $A$ of notebook 02.) The half-life of a
+# constant gate is $\log 2 / |g|$ tokens. The last plot is $\Gamma$ itself; the check writes once, at token 10, and
+# reads ever after.
 
 # %%
 raw = torch.linspace(-6, 6, 200)
@@ -258,8 +267,12 @@ right.set(xlabel="written at token j", ylabel="read at token i", title=r"$\Gamma
 fig.colorbar(image, ax=right, label="fraction left")
 plt.show()
 
-A_log, bias, logits = torch.randn(4), torch.randn(4), torch.randn(1, 6, 4)
-_ = check("eq. 2.3", -A_log.exp() * F.softplus(logits + bias), reference.gate(logits, A_log, bias), 1e-12)
+same_key, value, once = k[:1].expand(64, K), v[:1], torch.zeros(64)
+once[10] = 1.0  # beta: the only write
+read, _ = gated_delta_rule(same_key, same_key, value.expand(64, V), gates, once, 1.0, torch.zeros(K, V))
+check("eq. 2.2: what is left of a write at token 10", read, Gamma[:, 10, None] * value, 1e-12)
+A_log, dt_bias, logits = torch.randn(4), torch.randn(4), torch.randn(1, 6, 4)
+_ = check("eq. 2.3", -A_log.exp() * F.softplus(logits + dt_bias), reference.gate(logits, A_log, dt_bias), 1e-12)
 
 # %% [markdown]
 # ## 6 A task: recall after a change of subject
@@ -290,12 +303,13 @@ ax.set(xlabel="cosine of query and key", ylabel="relative recall error", title="
 ax.legend()
 plt.show()
 
-made = testing.inputs(tokens=96, heads=1, value_heads=1, head_dim_k=16, head_dim_v=16, dtype=torch.float64)
-one_head = [getattr(made, name)[0, :, 0] for name in ("q", "k", "v", "g", "beta")]
-mine, _ = gated_delta_rule(*one_head, 0.25, made.initial_state[0, 0])
-_ = check("eq. 1.1 to 1.3, 96 tokens", mine, testing.oracle64(**made.arguments()).output[0, :, 0], 1e-12)
+new_only = heads(keys[old:], keys[old:], values[old:], torch.zeros(new), torch.ones(new))
+alone = reference.recurrent(*new_only, output_final_state=True).final_state[0, 0]
+_ = check("after the reset: as if there had been no old subject", S, alone, 1e-7)
 
 # %% [markdown]
+# Even with $q = k$ the closed gate leaves an error: the 16 new pairs still disturb each other, as in section 2.
+#
 # ## Exercises
 #
 # Solutions are in the collapsed cells (click the three dots).
