@@ -21,13 +21,21 @@
 # The token loop of notebook 01 is exact and slow: every token waits for the one before, and each step is a
 # matrix-vector product, which no GPU likes. Here we cut the sequence into chunks of $C$ tokens and derive, from the
 # loop and nothing else, a form in which a chunk costs a handful of matrix products and only one state a chunk is
-# passed on. The literature calls it the *WY form*, after a way to write products of Householder matrices.
+# passed on. The literature calls it the *WY form*, after a way to write products of reflections $I - 2 k k^\top$.
+#
+# The proofs are [derivations 3](../derivations/03_chunk_wy.md), the code is
+# [`flashqla/reference/chunked.py`](../flashqla/reference/chunked.py). Rows of a chunk are tokens, so $Q, K, V, U$ and
+# $O$ have $q_i^\top, k_i^\top, \dots$ as rows. $K$ and $V$ are matrices where they are multiplied, and the sizes of a
+# key and a value where something is counted (the code below writes `K_`, `V_` for the matrices). $\circ$ multiplies
+# entry by entry, $\mathrm{diag}(x)$ has $x$ on its diagonal, and tril and stril keep the lower triangle with and
+# without the diagonal.
 
 # %%
 import time
 
 import matplotlib.pyplot as plt
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashqla import reference, testing
 from flashqla.reference.chunked import cut, state_chain
@@ -43,16 +51,16 @@ made.g = 4 * testing.inputs(tokens=T, heads=1, value_heads=1, dtype=torch.float6
 q, k, v, g, beta = (getattr(made, name)[0, :, 0] for name in ("q", "k", "v", "g", "beta"))
 S_0, scale = made.initial_state[0, 0], K**-0.5
 
-# the library's view of the same chunks, to compare with
+# the library's view of the same chunks, to compare with: chunks.decay is Gamma, chunks.inverse A, chunks.scores P
 layout = Layout.of(made.q, None, C)
 chunks = cut(layout, made.q, made.k, made.v, made.g, made.beta, scale)
 
 # %% [markdown]
 # ## 1 Unroll the recurrence inside a chunk
 #
-# Take one chunk with rows $1 \dots C$ and call the state before it $S$. Apply $S_t = a_t S_{t-1} + k_t u_t^\top$ (eq.
-# 1.1) again and again. With $G_i = \sum_{m \le i} g_m$ *inside the chunk* (eq. 2.1), $\gamma_i = \exp(G_i)$ and
-# $\Gamma_{ij} = \exp(G_i - G_j)$ (eq. 2.2),
+# Take one chunk with rows $0 \dots C - 1$ and call the state before it $S$. Apply $S_t = a_t S_{t-1} + k_t u_t^\top$
+# (eq. 1.1) again and again. With $G_i = \sum_{m \le i} g_m$ *inside the chunk* (eq. 2.1), $\gamma_i = \exp(G_i)$, what
+# is left of $S$ at row $i$, and $\Gamma_{ij} = \exp(G_i - G_j)$ for $i \ge j$, else 0 (eq. 2.2),
 #
 # $$ a_t S_{t-1} \;=\; \gamma_t\, S + \sum_{j < t} \Gamma_{tj}\, k_j u_j^\top . $$
 #
@@ -94,14 +102,14 @@ _ = check("eq. 2.2", Gamma, chunks.decay[0], 1e-12)
 #
 # $$ u_t = \beta_t \Big( v_t - \gamma_t S^\top k_t - \sum_{j<t} \Gamma_{tj}\,(k_t^\top k_j)\, u_j \Big) . $$
 #
-# Each $u_t$ needs the earlier $u_j$: a write depends on what was written before under similar keys. Stack the rows and
-# move the sum to the left. With $L = \mathrm{stril}(\mathrm{diag}(\beta) K K^\top)$ (eq. 3.1) and
+# Each $u_t$ needs the earlier $u_j$: a write depends on what was written before under similar keys. Stack the $u_t$ as
+# rows of $U$ and move the sum to the left. With $L = \mathrm{stril}(\mathrm{diag}(\beta) K K^\top)$ (eq. 3.1) and
 # $W = V - \Lambda K S$ (eq. 3.3), $\Lambda = \mathrm{diag}(\gamma)$, it reads
 #
 # $$ (I + \Gamma \circ L)\; U = \mathrm{diag}(\beta)\, W . $$
 #
-# This is where the triangular inverse comes from. It is no trick: it is the token loop, restricted to the $C$ tokens
-# of a chunk, written as forward substitution.
+# $W$ is what the values leave to write once the past has been subtracted. This is where the triangular inverse comes
+# from. It is no trick: it is the token loop, restricted to the $C$ tokens of a chunk, written as forward substitution.
 
 # %%
 L = (b[:, None] * (K_ @ K_.T)).tril(-1)  # eq. 3.1
@@ -116,9 +124,11 @@ _ = check("eq. 3.4", U, states.corrected[0], 1e-12)
 
 # %% [markdown]
 # The decay can be moved out of the inverse: $(I + \Gamma \circ L)^{-1} = \Gamma \circ A$ with $A = (I + L)^{-1}$ (eq.
-# 3.2 and
-# 4.1; notebook 03 proves it). $A$ depends on keys and $\beta$ only. Then $U = (\Gamma \circ
-#    A)\,\mathrm{diag}(\beta)\, W$, eq. 3.4.
+# 3.2 and 4.1; notebook 03 proves it), so
+#
+# $$ U = (\Gamma \circ A)\,\mathrm{diag}(\beta)\, W \qquad \text{(eq. 3.4)} . $$
+#
+# Why an inverse, when solving is enough? $A$ depends on keys and $\beta$ only: it is ready before any state is known.
 
 # %%
 A = torch.linalg.solve_triangular(torch.eye(C) + L, torch.eye(C), upper=False, unitriangular=True)  # eq. 3.2
@@ -134,7 +144,9 @@ _ = check("eq. 3.4 with the gate outside", (Gamma * A) @ (b[:, None] * W), U_loo
 # $$ O = s \Lambda Q S + P U, \quad P = s\,\Gamma \circ (Q K^\top) \quad \text{(eq. 3.5)}, \qquad
 # S' = \gamma_C S + K^\top \mathrm{diag}(\gamma_C / \gamma)\, U \quad \text{(eq. 3.6)} . $$
 #
-# $P$ is causal attention without softmax inside the chunk, $s\Lambda Q S$ is what the past contributes.
+# $\gamma_C$ is the decay of the whole chunk, that is $\gamma$ of its last row, and $\gamma_C / \gamma_j$ what the rest
+# of the chunk leaves of write $j$. $P$ is causal attention without softmax inside the chunk, masked by the zeros of
+# $\Gamma$; $s\Lambda Q S$ is what the past contributes.
 
 # %%
 P = scale * Gamma * (Q @ K_.T)
@@ -146,8 +158,9 @@ check("eq. 3.5", O, O_loop, 1e-12)
 _ = check("eq. 3.6", S_next, S_loop, 1e-12)
 
 # %% [markdown]
-# What these matrices look like. $A$ starts as the identity and its entries stay small (notebook 04 says why);
-# $\Gamma$ fades with distance and $P$ is the product of that and of query-key similarity.
+# What these matrices look like. $\Gamma$ fades with distance. For random keys $L$ is small, so that $A = I - L + L^2 -
+# \dots$ is roughly $I - L$: the third picture resembles the second with the colours exchanged (notebook 04 has keys for
+# which it does not). $P$ is $\Gamma$ times query-key similarity.
 
 # %%
 fig, axes = plt.subplots(1, 4, figsize=(12, 3.2))
@@ -160,16 +173,16 @@ for ax, (title, matrix) in zip(
     else:
         image = ax.imshow(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
     ax.grid(False)
-    ax.set(title=title, xlabel="token j")
+    ax.set(title=title, xlabel="token j (written)")
     fig.colorbar(image, ax=ax, shrink=0.8)
-axes[0].set_ylabel("token i")
+axes[0].set_ylabel("token i (reads)")
 plt.show()
 
 # %% [markdown]
 # ## 4 All chunks
 #
-# Everything up to $W$ is independent of the state, so all chunks can do it at once. Only two lines, $W$ and $S'$,
-# form a chain, and it has $T / C$ links instead of $T$.
+# Everything before $W$ is independent of the state, so all chunks can do it at once. Only $W$, $U$ and $S'$ form a
+# chain, and it has $T / C$ links instead of $T$. ($O$ needs $S$ too, but nothing waits for it.)
 
 
 # %%
@@ -181,9 +194,8 @@ def chunk_form(q, k, v, g, beta, S, size):
         G = g[start : start + size].cumsum(0)
         Gamma = (G[:, None] - G).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).exp()
         gamma = G.exp()[:, None]
-        A = torch.linalg.solve_triangular(
-            (b[:, None] * (K_ @ K_.T)).tril(-1), torch.eye(n), upper=False, unitriangular=True
-        )
+        L, identity = (b[:, None] * (K_ @ K_.T)).tril(-1), torch.eye(n, dtype=q.dtype)
+        A = torch.linalg.solve_triangular(L, identity, upper=False, unitriangular=True)  # of I + L
         W = V_ - gamma * (K_ @ S)
         U = (Gamma * A) @ (b[:, None] * W)
         outputs.append(scale * gamma * (Q @ S) + scale * (Gamma * (Q @ K_.T)) @ U)
@@ -196,27 +208,32 @@ for size in (16, 64, 100):
     O, S_T = chunk_form(q, k, v, g, beta, S_0, size)
     check(f"eq. 3.1 to 3.6, chunks of {size}: output", O, library.output[0, :, 0], 1e-12)
     check(f"eq. 3.1 to 3.6, chunks of {size}: state", S_T, library.final_state[0, 0], 1e-12)
-oracle = testing.oracle64(**made.arguments(), output_final_state=True)
-_ = check("chunk form against the token loop", O, oracle.output[0, :, 0], 1e-12)
+oracle = testing.oracle64(**made.arguments())  # the token loop of the library
+check("chunk form against the token loop", O, oracle.output[0, :, 0], 1e-12)
+first, second = [x[:100] for x in (q, k, v, g, beta)], [x[100:] for x in (q, k, v, g, beta)]
+O_1, S_1 = chunk_form(*first, S_0, 64)
+O_2, _ = chunk_form(*second, S_1, 64)
+_ = check("two calls with the state handed over", torch.cat([O_1, O_2]), O, 1e-12)
 
 # %% [markdown]
-# The result does not depend on the chunk size (100 does not even divide 256: the last chunk is short). Chunk size is
-# purely a matter of cost.
+# The result does not depend on the chunk size (100 does not even divide 256: the last chunk is short), nor on where a
+# sequence is cut into calls. Chunk size is purely a matter of cost.
 #
 # ## 5 What a token costs
 #
-# Multiplications and additions of one chunk, by product; a product of $[m, k]$ and $[k, n]$ counts $2mkn$:
+# Multiplications and additions of one chunk; a product of $[m, k]$ and $[k, n]$ counts $2mkn$, triangles are counted as
+# full squares:
 #
 # | product | operations | a token |
 # |---|---|---|
 # | $K S$, $Q S$, $K^\top U$ | $3 \cdot 2 C K V$ | $6 K V$ |
 # | $K K^\top$, $Q K^\top$ | $2 \cdot 2 C^2 K$ | $4 C K$ |
-# | $(\Gamma \circ A) W$, $P U$ | $2 \cdot 2 C^2 V$ | $4 C V$ |
-# | inverse | $C^3 / 3$ | $C^2 / 3$ |
+# | $(\Gamma \circ A)\,\mathrm{diag}(\beta) W$, $P U$ | $2 \cdot 2 C^2 V$ | $4 C V$ |
+# | inverse, by substitution (notebook 04) | $C^3 / 3$ | $C^2 / 3$ |
 #
 # The first line does not depend on $C$; the others grow with it. $C = 1$ has the fewest operations and no
 # parallelism. Large $C$ is attention again, with cost quadratic in length. Next to the count, the time of our
-# `chunk_form` on this machine:
+# `chunk_form` on this machine; PyTorch's counter checks the products:
 
 # %%
 tokens, dim = 2048, 128
@@ -226,19 +243,17 @@ sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
 def seconds(size):
-    torch.set_default_dtype(torch.float32)
     start = time.perf_counter()
-    chunk_form(*arguments, torch.zeros(dim, dim), size)
-    torch.set_default_dtype(torch.float64)
+    chunk_form(*arguments, torch.zeros(dim, dim, dtype=torch.float32), size)
     return time.perf_counter() - start
 
 
 measured = [min(seconds(size) for _ in range(2)) / tokens * 1e6 for size in sizes]
 counted = {
-    "K S, Q S, K'U: 6 K V": [6 * dim * dim for _ in sizes],
-    "K K', Q K': 4 C K": [4 * size * dim for size in sizes],
-    "A W, P U: 4 C V": [4 * size * dim for size in sizes],
-    "inverse: C² / 3": [size**2 / 3 for size in sizes],
+    r"$KS,\ QS,\ K^\top U$: $6KV$": [6 * dim * dim for _ in sizes],
+    r"$KK^\top,\ QK^\top$: $4CK$": [4 * size * dim for size in sizes],
+    r"$(\Gamma \circ A)\,\mathrm{diag}(\beta) W,\ PU$: $4CV$": [4 * size * dim for size in sizes],
+    r"inverse: $C^2/3$": [size**2 / 3 for size in sizes],
 }
 fig, (left, right) = plt.subplots(1, 2)
 left.stackplot(sizes, [[x / 1e3 for x in row] for row in counted.values()], labels=counted, alpha=0.85)
@@ -253,15 +268,15 @@ for ax in (left, right):
     ax.minorticks_off()
 plt.show()
 print(f"fastest here: C = {sizes[measured.index(min(measured))]}")
-half = len(arguments[0]) // 2
-O_1, S_1 = chunk_form(*(x[:half].double() for x in arguments), torch.zeros(dim, dim), 64)
-O_2, _ = chunk_form(*(x[half:].double() for x in arguments), S_1, 64)
-whole = reference.chunked(*(x[None, :, None].double() for x in arguments), scale=scale)
-_ = check("two calls with the state handed over", torch.cat([O_1, O_2]), whole.output[0, :, 0], 1e-12)
+with FlopCounterMode(display=False) as counter:  # counts products, not the substitution
+    seconds(64)
+by_hand = tokens * (6 * dim * dim + 4 * 64 * dim + 4 * 64 * dim)
+_ = check("products at C = 64", torch.tensor(float(by_hand)), torch.tensor(float(counter.get_total_flops())), 0)
 
 # %% [markdown]
-# On a GPU the products run on Tensor Cores, whose smallest efficient tile has 64 rows; that, the shared memory that
-# $[C, C]$ matrices take, and the chain's length meet at $C = 64$, the size that this package and its peers use.
+# On a GPU the products run on *Tensor Cores*, units that multiply small matrices, and the smallest piece that keeps
+# them busy has 64 rows. That, the on-chip memory that $[C, C]$ matrices take, and the chain's length meet at $C = 64$,
+# the size that this package and its peers use.
 #
 # ## Exercises
 #
