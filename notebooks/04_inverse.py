@@ -18,10 +18,10 @@
 # %% [markdown]
 # # 04 The inverse: a small triangular matrix, and how not to compute it
 #
-# Every chunk needs $A = (I + L)^{-1}$ with $L$ strictly lower triangular, $64 \times 64$ (eq. 3.1, 3.2). It is about
-# 2 % of the arithmetic and the part that fits a GPU worst: substitution goes row by row, each waiting for the last.
-# This notebook builds the blockwise inverse that the kernel uses, counts it, shows why its entries stay small, and
-# compares its rounding errors with a popular alternative that looks faster.
+# Every chunk needs $A = (I + L)^{-1}$ with $L$ strictly lower triangular, $64 \times 64$ (eq. 3.1, 3.2). It is less
+# than two percent of the arithmetic (counted in notebook 03) and the part that fits a GPU worst: substitution goes row
+# by row, each waiting for the last. This notebook builds the blockwise inverse that the kernel uses, counts it, shows
+# why its entries stay small, and compares its rounding errors with a popular alternative that looks faster.
 
 # %%
 import matplotlib.pyplot as plt
@@ -60,7 +60,7 @@ identity = torch.eye(C)
 
 # %% [markdown]
 # The "bench" recipe has random unit keys. "correlated" has keys that nearly coincide (cosine about 0.9) and $\beta$
-# close to 1, so that $L$ is far from 0. A trained model produces both kinds.
+# close to 1, so that $L$ is far from 0. A kernel must take both. Proofs: [derivations 5](../derivations/05_inverse.md).
 #
 # ## 1 Forward substitution
 #
@@ -173,7 +173,9 @@ _ = check("eq. 5.2: a full inverse by halves alone", blockwise(L, 1), library, 1
 # ## 4 Why the entries stay bounded
 #
 # Inverses of triangular matrices can explode: with all entries of $L$ equal to $-1$ the last entry of the inverse is
-# $2^{62}$. Not here. Unroll eq. 5.1 and use $L_{ij} = \beta_i k_i^\top k_j$:
+# $2^{62}$. Not here. Put $L_{ij} = \beta_i k_i^\top k_j$ into eq. 5.1: $A_{ij} = -\beta_i k_i^\top x_i$ with $x_i =
+# \sum_{j \le m < i} A_{mj} k_m$. This sum starts as $x_{j+1} = k_j$ and grows by $A_{ij} k_i = -\beta_i k_i k_i^\top
+# x_i$ at each row, so $x_{i+1} = (I - \beta_i k_i k_i^\top)\, x_i$, and with later factors on the left
 #
 # $$ A_{ij} = -\beta_i\, k_i^\top \Big[ \prod_{j<m<i} (I - \beta_m k_m k_m^\top) \Big] k_j . $$
 #
@@ -237,8 +239,8 @@ plt.show()
 
 # %% [markdown]
 # With similar keys the powers reach $10^{16}$ and must cancel down to entries below 1, for which even float64 has no
-# digits left. The experiment: the same algorithms with operands of every
-# product rounded to a short format and sums in float32, as Tensor Cores do.
+# digits left. The experiment: the same algorithms with operands of every product rounded to a short format and sums in
+# float32, as Tensor Cores do. (The tallest bars are cut at $10^4$.)
 
 
 # %%
@@ -325,5 +327,5 @@ print(f"inverting:  {rows[4]:,} on CUDA cores, {products[4]:,} on Tensor Cores, 
 print(f"            {C * C * columns:,} on Tensor Cores, for every state")
 
 # %% [markdown]
-# You now know all the mathematics of the forward kernel; [derivations 8](../derivations/08_hopper_schedule.md)
-# describes how the two launches arrange it on the machine.
+# You now know all the mathematics of the forward kernel. Next: [05 The forward kernel](05_forward_kernel.ipynb), which
+# puts it on the machine.

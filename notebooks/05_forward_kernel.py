@@ -446,8 +446,9 @@ V_1, U_1, K_1 = chunks.v[0], chunks.mixing[0] @ chunks.v[0], chunks.k[0]
 _ = check("level 4: transposed, in two halves", torch.cat([(U_1.T[:64] @ K_1), (U_1.T[64:] @ K_1)]), (K_1.T @ U_1).T)
 
 # %% [markdown]
-# Is it faster? Look at the end of this notebook: **no, a little slower** on its own. While tiles are loaded nothing
-# computes, and while it computes nothing is loaded. This level only shortens what the next one overlaps.
+# Is it faster? On the H200 where it was timed **no, a little slower** on its own (the end of this notebook times it).
+# While tiles are loaded nothing computes, and while it computes nothing is loaded. This level only shortens what the
+# next one overlaps.
 #
 # ## Level 5: a producer warp, TMA and barriers
 #
@@ -1039,7 +1040,7 @@ else:
 # ## On the GPU
 #
 # Every level against float64 on small inputs, with outputs full of NaN beforehand, then the time of 16/64 heads and
-# 8,192 tokens. Without a GPU the committed times are drawn.
+# 8,192 tokens. Without a GPU the committed times are drawn, if there are any.
 
 
 # %%
@@ -1121,10 +1122,12 @@ if "level_ms" in results:
     ax.invert_yaxis()
     ax.margins(x=0.12)
     plt.show()
+else:
+    print("no times of the levels: none measured here, none committed")
 
 # %% [markdown]
 # A chain (levels 3 to 6) needs the inverse (level 2) before it; the package's bar has both. Overlap pays, not the
-# choice of memory: from level 4 to 5 the same products take a quarter of the time.
+# choice of memory: on the H200 the same products took a quarter of the time from level 4 to 5.
 #
 # ## Exercises
 #

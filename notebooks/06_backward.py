@@ -19,7 +19,7 @@
 # # 06 The backward: every gradient by hand, then the kernels
 #
 # Autograd could differentiate the token loop, but it would keep a state for every token. This notebook derives the
-# gradients of one chunk from four product rules, checks each against autograd of the very formulas of notebook 02,
+# gradients of one chunk from one product rule, checks each against autograd of the very formulas of notebook 02,
 # compares two ways through the triangular system, and then cuts the whole into kernels: *two chains, then everything
 # else in parallel*. What that costs in memory traffic is counted by code that runs the formulas.
 
@@ -54,7 +54,8 @@ s = D**-0.5
 # of the state $S$ at its start are wanted. Below, autograd gets the formulas exactly as notebook 02 has them, and
 # keeps the gradients of the intermediate results too: the truth for each step.
 #
-# One rule is used throughout. If $F = XZ$, then $dX = dF\,Z^\top$ and $dZ = X^\top dF$.
+# One rule is used throughout. If $F = XZ$, then $dX = dF\,Z^\top$ and $dZ = X^\top dF$. (For $F = X \circ Z$ it is $dX
+# = dF \circ Z$.) Longer proofs are in [derivations 6](../derivations/06_backward.md).
 
 # %%
 q, k, v, g, beta = (getattr(made, name)[0, :, 0].clone().requires_grad_() for name in testing.PER_TOKEN)
@@ -130,11 +131,11 @@ _ = check("eq. 6.2: Y, against the library", Y, adjoints.multiplier[0], 1e-12)
 # ## 3 Through the triangular system, as a textbook does it
 #
 # What remains is the gradient through $A$, that is through $K$, $\beta$ and the gates inside the system. The direct
-# way: differentiate the product $U = \tilde A\,\mathrm{diag}(\beta) W$ with $\tilde A = \Gamma \circ A$, then the
-# inverse. From $A(I + L) = I$ follows $\delta A = -A\,\delta L\,A$, hence
+# way: differentiate the product $U = T W$ with $T = \tilde A\,\mathrm{diag}(\beta)$ and $\tilde A = \Gamma \circ A$,
+# then the inverse. From $A(I + L) = I$ follows $\delta A = -A\,\delta L\,A$, hence
 #
-# $$ d\tilde A = \mathrm{tril}(dU\,W^\top)\,\mathrm{diag}(\beta), \qquad dL = -\mathrm{stril}\big(A^\top (\Gamma \circ
-# d\tilde A) A^\top\big), \qquad N = \mathrm{diag}(\beta)\,dL \qquad \text{(eq. 6.5, 6.6)} . $$
+# $$ dT = \mathrm{tril}(dU\,W^\top), \qquad d\tilde A = dT\,\mathrm{diag}(\beta), \qquad dL = -\mathrm{stril}\big(A^\top
+# (\Gamma \circ d\tilde A) A^\top\big), \qquad N = \mathrm{diag}(\beta)\,dL \qquad \text{(eq. 6.5, 6.6)} . $$
 #
 # $N$ is the gradient by the entries of $KK^\top$. $\beta$ is a factor of $T$'s columns and of $L$'s rows (eq. 6.7),
 # and $\Gamma$ is a factor of $\tilde A$, so its logarithm gets gradient times value, $E = d\tilde A \circ \Gamma \circ
@@ -156,8 +157,12 @@ _ = check("eq. 6.6: N, against the library", N_textbook, textbook.d_gram[0], 1e-
 # ## 4 Through the triangular system, by its adjoint
 #
 # The better way does not differentiate the inverse at all. Write the system as $U = \mathrm{diag}(\beta) Z$ with $Z =
-# W - (\Gamma \circ \mathrm{stril}(KK^\top))\,U$. Vary everything: the matrix in front of $\delta U$ is $I + \Gamma
-# \circ L$ again, so whatever stands on the right side has $Y$ as its gradient. Read it off:
+# W - (\Gamma \circ \mathrm{stril}(KK^\top))\,U$ and vary everything:
+#
+# $$ (I + \Gamma \circ L)\, \delta U = \mathrm{diag}(\delta\beta)\, Z + \mathrm{diag}(\beta) \big(\delta W -
+# \delta(\Gamma \circ \mathrm{stril}(KK^\top))\, U\big) . $$
+#
+# The matrix on the left is that of the forward, so $Y$ is the gradient by the right side. Read it off:
 #
 # $$ F = \Gamma \circ \mathrm{stril}(Y U^\top), \qquad N = -\mathrm{diag}(\beta) F \qquad \text{(eq. 6.9)} $$
 #

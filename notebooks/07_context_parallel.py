@@ -55,7 +55,8 @@ S_0 = made.initial_state[0, 0]
 # %% [markdown]
 # ## 1 A chunk is an affine map of the state
 #
-# Put equation 3.4 into 3.6 and collect what multiplies $S$. With $A_b = A\,\mathrm{diag}(\beta)$, a chunk does
+# Put equation 3.4 into 3.6, as for eq. 4.3, and collect what multiplies $S$. With $A_b = A\,\mathrm{diag}(\beta)$, a
+# chunk does
 #
 # $$ S' = M_c S + N_c, \qquad M_c = \gamma_C (I - K^\top A_b K), \qquad N_c = K^\top A_b\,\mathrm{diag}(\gamma_C /
 # \gamma)\, V \qquad \text{(eq. 7.1, 7.2)} . $$
@@ -163,8 +164,8 @@ plt.show()
 #
 # $$ \|S_{\text{end}} - N_w\| \;=\; \|M_w S_w\| \;\le\; e^{\theta'} \|S_w\| \qquad \text{(eq. 7.4)} . $$
 #
-# Take the smallest $w$ with $\theta' < \theta$. $\theta = -8$ means $3.4 \cdot 10^{-4}$, a fifth of what one rounding
-# to bf16 costs. Errors of different boundaries do not add up, as no $N_w$ contains a state.
+# Take the smallest $w$ with $\theta' < \theta$. $\theta = -8$ means $3.4 \cdot 10^{-4}$, a sixth of what one rounding
+# to bf16 can cost. Errors of different boundaries do not add up, as no $N_w$ contains a state.
 
 # %%
 gate = -0.02
@@ -200,9 +201,9 @@ kept = reference.split(**mild.arguments(), segment_chunks=8, threshold=-8.0).out
 _ = check("eq. 7.4: weak gates stay exact", kept, reference.chunked(**mild.arguments()).output, 1e-12)
 
 # %% [markdown]
-# How many chunks do real gates need? A layer starts with $g = -e^{A}\,\mathrm{softplus}(\cdot)$ (eq. 2.3), drawn as in
-# Mamba-2. Below, the heads of 100 fresh layers, fed with normal activations. A trained model has its own distribution;
-# the library decides per head and per call from the gates it gets.
+# How many chunks do real gates need? A layer starts with `g = -exp(A_log) softplus(raw + dt_bias)` (eq. 2.3), its two
+# parameters drawn as in Mamba-2. Below, the heads of 100 fresh layers, fed with normal activations. A trained model has
+# its own distribution; the library decides per head and per call from the gates it gets.
 
 # %%
 torch.manual_seed(0)

@@ -180,8 +180,9 @@ print(f"best row of flashqla: {best[1]}, {best[0]:.0f} T operations/s, {100e12 *
 # ## 4 The ceiling of the chain
 #
 # A chain runs on one SM, or on two with half the state columns each. An SM's Tensor Cores do 4096 operations a cycle,
-# so a chunk cannot take less than its products over that. With $b$ blocks on $m$ SMs and $n$ chunks in the longest
-# sequence, time is at least $n$ such steps, more if there are more blocks than SMs.
+# so a chunk cannot take less than its products over that. With $n$ chunks in the longest sequence, time is at least $n$
+# such steps, more if there are more blocks than SMs. That holds for whole sequences: where the plan cuts them into
+# segments (notebook 07), marked *cut* below, the limit says what one chain would have needed, and a bar may end before.
 
 # %%
 SM_CLOCK = 1.98e9  # the clock in the header of the committed runs
@@ -200,6 +201,12 @@ def chain_floor(row):
     return 1e3 * max(longest, total * halves / 132) * step / SM_CLOCK
 
 
+def is_cut(row):
+    """Whether the package's plan cuts the sequences of this call."""
+    shapes = [(1, sum(row["seqlens"]), row[heads], D) for heads in ("hk", "hv")]
+    return Plan.build(*shapes, lengths=row["seqlens"] if len(row["seqlens"]) > 1 else None).segment_chunks > 0
+
+
 rows = sorted(forward, key=lambda row: row["time_ms"]["flashqla"])
 fig, ax = plt.subplots(figsize=(9, 4.6))
 for index, row in enumerate(rows):
@@ -208,7 +215,7 @@ for index, row in enumerate(rows):
     ax.barh(index, row["time_ms"]["flashqla"], color="C0", alpha=0.25)
     for (_, ms), marker, color in zip(floors.items(), ("|", "|", "|"), ("C3", "C1", "C4"), strict=True):
         ax.plot(ms, index, marker, color=color, markersize=13, markeredgewidth=2.5)
-ax.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+ax.set_yticks(range(len(rows)), [row["name"] + ", cut" * is_cut(row) for row in rows], fontsize=8)
 for label, color in (("all Tensor Cores", "C3"), ("memory", "C1"), ("Tensor Cores on the chain", "C4")):
     ax.plot([], [], "|", color=color, markersize=12, markeredgewidth=2.5, label=f"limit: {label}")
 ax.barh([0], [0], color="C0", alpha=0.25, label="measured")
@@ -216,24 +223,27 @@ ax.set(xscale="log", xlabel="milliseconds", title="flashqla's forward and its th
 ax.legend(fontsize=8, loc="lower right")
 plt.show()
 
-shares = {row["name"]: chain_floor(row) / row["time_ms"]["flashqla"] for row in rows}
-print(
-    f"the chain's tensor time is {100 * min(shares.values()):.0f} to {100 * max(shares.values()):.0f} % of the measured"
-)
+for kind, cut in (("whole", False), ("cut", True)):
+    shares = [100 * chain_floor(row) / row["time_ms"]["flashqla"] for row in rows if is_cut(row) == cut]
+    if shares:
+        print(
+            f"{kind + ' sequences:':17} the chain's limit is {min(shares):.0f} to {max(shares):.0f} % of the measured"
+        )
 
 # %% [markdown]
-# For few chains the red limit is the one that counts, and it falls only if the chain gets shorter: by splitting $V$
-# (done), or by cutting the sequence (notebook 07). The step itself, from the slope between 8K and 32K tokens:
+# With few chains the red limit is far right of the other two. It falls only if the chain gets shorter: by splitting
+# $V$, or by cutting the sequence. The step itself, from the slope between 8K and 32K tokens; where sequences are cut,
+# segments run at the same time, and a chunk may take less than the time of its products:
 
 # %%
 by_name = {row["name"]: row for row in forward}
-print(f"{'heads':8}{'blocks':>8}{'us a chunk':>12}{'its tensor time':>17}")
+print(f"{'heads':8}{'blocks':>8}{'us a chunk':>12}{'its tensor time':>17}  sequences")
 for heads in ("2/8", "8/32", "16/32", "16/64"):
     short, long = (by_name.get(f"{heads} 1x{length}") for length in (8192, 32768))
     if short and long:
         us = 1e3 * (long["time_ms"]["flashqla"] - short["time_ms"]["flashqla"]) / ((32768 - 8192) / C)
         tensor = 1e3 * (chain_floor(long) - chain_floor(short)) / ((32768 - 8192) / C)
-        print(f"{heads:8}{2 * long['hv']:8}{us:12.2f}{tensor:17.2f}")
+        print(f"{heads:8}{2 * long['hv']:8}{us:12.2f}{tensor:17.2f}  {'cut' if is_cut(long) else 'whole'}")
 
 # %% [markdown]
 # ## 5 Against the others, and where we are slower
@@ -274,9 +284,9 @@ faster = len(pairs) - len(slower)
 print(f"faster in {faster} of {len(pairs)} comparisons, slower in {len(slower)}")
 
 # %% [markdown]
-# Two kinds of loss. *Few long chains*: the others cut the sequence, these measurements were made without. *A quick
-# call with about as many chains as SMs*: there the second launch and its tail weigh, and nothing is left to hide them
-# behind. Other passes, if measurements of them are committed:
+# The hard case is a quick call with about as many chains as SMs: no SM is idle, so cutting does not help, the second
+# launch and its tail weigh, and nothing is left to hide them behind. Other passes, if measurements of them are
+# committed:
 
 # %%
 for direction in ("backward", "step"):

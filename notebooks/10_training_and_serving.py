@@ -92,7 +92,7 @@ _ = check("packed against alone: gradient of A_log", gradient_packed, gradient_a
 # ## 2 The layer around the rule
 #
 # What `GatedDeltaNet` adds to the recurrence: projections, a short causal convolution, and three activations. $q$ and
-# $k$ are normalised (eq. 2.4), the gate comes from a projection, $g = -e^{A}\,\mathrm{softplus}(a + b)$ (eq. 2.3), and
+# $k$ are normalised (eq. 2.4), the gate comes from a projection, `g = -exp(A_log) softplus(a + dt_bias)` (eq. 2.3), and
 # $\beta$ from a sigmoid (eq. 2.5). The operator applies all three itself, given raw numbers; here they are done by
 # hand, and the token loop does the rest (eq. 1.1 to 1.3):
 
