@@ -349,6 +349,8 @@ def _lower(call: Call, form: str) -> tuple[Operands, Options]:
         backend=call.backend,
         block_dv=0 if call.plan is None else call.plan.block_dv,
         segment_chunks=_segment_chunks(call),
+        backward_block_dv=0 if call.plan is None else call.plan.backward_cut.block_dv,
+        backward_segment_chunks=_backward_segment_chunks(call),
         cp_threshold=None if call.cp_threshold is None else float(call.cp_threshold),
     )
     return operands, options
@@ -361,3 +363,9 @@ def _segment_chunks(call: Call) -> int:
     if call.plan is None or (call.context_parallel is True and not call.plan.segment_chunks):
         return -1
     return call.plan.segment_chunks
+
+
+def _backward_segment_chunks(call: Call) -> int:
+    if call.context_parallel is False:
+        return 0
+    return -1 if call.plan is None else call.plan.backward_cut.segment_chunks

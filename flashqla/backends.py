@@ -143,7 +143,7 @@ def hopper_backward(
     """
     from .hopper import compile, launch_backward
 
-    keywords = _kernel_keywords(operands, options)
+    keywords = _kernel_keywords(operands, options) | {"cp_threshold": options.cp_threshold}
     try:
         return launch_backward.backward(do, dht, *operands[:5], plan=plan, needed=needed, **keywords)
     except compile.CompileError as error:

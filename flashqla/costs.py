@@ -82,7 +82,8 @@ def coefficients() -> dict:
     launch: between two kernels. inverse: of a call, and of a chunk and value head that has a key head to itself, with
     `sm_count` multiprocessors. states: of the two kernels that make local states; of a chunk, with nearly all
     multiprocessors idle or none. scan: of the kernel, of a segment. output, by state columns: of a block; of a chunk;
-    what is added to that when all multiprocessors are busy.
+    what is added to that when all multiprocessors are busy. chains, by state columns: the same of the backward's two
+    chains, with a chunk of each.
     """
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
@@ -119,6 +120,43 @@ def cheapest(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool)
         if cost < limit:
             best, limit = cut, cost
     return best or (min(whole)[1] if whole else None)
+
+
+def cheapest_backward(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool) -> Cut | None:
+    """The cut of the backward's chains, as `cheapest` chooses that of the forward.
+
+    Sequences are cut only so far that every thread block still has a multiprocessor: blocks of heads that do not decay
+    walk whole sequences, as they do uncut, and must not keep others waiting.
+    """
+    cuts = candidates(works)
+    if fixed.segment_chunks is not None:
+        cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
+    cuts = [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
+    if fixed.segment_chunks is None and not must_cut:
+        cuts = [cut for cut in cuts if not cut.segment_chunks or _most_chains(works, cut) <= sm_count]
+    costs = [(sum(chains_time(work, cut, sm_count) for work in works), cut) for cut in cuts]
+    whole = [cost for cost in costs if not cost[1].segment_chunks]
+    best = min(costs, default=None)
+    if best and whole and best[0] > WORTH_IT * min(whole)[0]:
+        best = min(whole)
+    return best[1] if best else None
+
+
+def _most_chains(works: Sequence[Work], cut: Cut) -> int:
+    return max(2 * sum(count for _, count in output_blocks(work, cut)) for work in works)
+
+
+def chains_time(work: Work, cut: Cut, sm_count: int) -> float:
+    """Microseconds of the backward's two chains, whose thread blocks share the multiprocessors."""
+    known, blocks = coefficients()["chains"][str(cut.block_dv)], list(output_blocks(work, cut))
+    busy = min(2 * sum(count for _, count in blocks) / sm_count, 1)
+    warm_up = WARM_UP if cut.segment_chunks else 0
+    times = [
+        (known["start"] + (known[chain] + known["busy"] * busy) * (chunks + warm_up), count)
+        for chain in ("gradient", "state")
+        for chunks, count in blocks
+    ]
+    return makespan(times, sm_count)
 
 
 def mean_cost(works: Sequence[Work], cut: Cut, sm_count: int, span: Callable | None = None) -> float:

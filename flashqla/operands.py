@@ -31,7 +31,8 @@ class Options(NamedTuple):
 
     ``form`` is how the recurrence is computed: "chunked", "recurrent" (token by token) or "split" (segments and a
     scan). ``block_dv`` fixes the plan's split of d_v; 0 lets the plan choose. ``segment_chunks`` fixes how many chunks
-    a segment has; 0: no segments, -1: the plan chooses. ``cp_threshold`` is that of eq. 7.4, None: exact.
+    a segment has; 0: no segments, -1: the plan chooses. ``backward_block_dv`` and ``backward_segment_chunks`` are the
+    same for the backward. ``cp_threshold`` is that of eq. 7.4, None: exact.
     """
 
     scale: float
@@ -45,6 +46,8 @@ class Options(NamedTuple):
     backend: str
     block_dv: int
     segment_chunks: int
+    backward_block_dv: int
+    backward_segment_chunks: int
     cp_threshold: float | None
 
 

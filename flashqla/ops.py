@@ -25,7 +25,8 @@ ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool state_v_first, "
     "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
-    "str form, str backend, int block_dv, int segment_chunks, float? cp_threshold"
+    "str form, str backend, int block_dv, int segment_chunks, int backward_block_dv, int backward_segment_chunks, "
+    "float? cp_threshold"
 )
 
 torch.library.define(
@@ -85,8 +86,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
-    # Only the forward's sequences are cut: the split of d_v that suits segments does not suit these chains.
-    kernels = options._replace(segment_chunks=0, block_dv=0 if options.segment_chunks else options.block_dv)
+    kernels = options._replace(
+        block_dv=options.backward_block_dv, segment_chunks=options.backward_segment_chunks
+    )  # fmt: skip
     if options.form == "split":
         kernels = kernels._replace(form="chunked")
     elif options.form == "recurrent":  # the chunk kernels give its gradients; what they refuse, the reference computes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .costs import Cut, Estimate, Fixed, Work, candidates, cheapest, estimate, mean_cost
+from .costs import Cut, Estimate, Fixed, Work, candidates, cheapest, cheapest_backward, estimate, mean_cost
 
 CHUNK_SIZE = 64
 """Tokens per chunk (C)."""
@@ -66,6 +66,7 @@ class Plan:
         sm_count: streaming multiprocessors the plan was made for.
         block_dv: state columns owned by one thread block; ``head_dim_v // block_dv`` blocks share one chain.
         segment_chunks: chunks of a segment; 0: sequences are not cut.
+        backward_cut: the same two numbers for the chains of the backward.
         num_chunks: chunks of one value head over all sequences; exact when ``lengths`` are known, else an upper bound.
         chunk_size: C.
         lengths: sequence lengths if the host knows them.
@@ -82,6 +83,7 @@ class Plan:
     sm_count: int
     block_dv: int
     segment_chunks: int
+    backward_cut: Cut
     num_chunks: int
     chunk_size: int = CHUNK_SIZE
     lengths: tuple[int, ...] | None = None
@@ -152,15 +154,17 @@ class Plan:
             sm_count=sm_count,
             block_dv=block_dv or head_dim_v,
             segment_chunks=segment_chunks or 0,
+            backward_cut=Cut(block_dv or head_dim_v, segment_chunks or 0),
             num_chunks=num_chunks,
             lengths=lengths,
             packed=packed,
         )
-        if block_dv is None or segment_chunks is None:
+        if plan.chains and (block_dv is None or segment_chunks is None):
             fixed = Fixed(block_dv, 0 if context_parallel is False else segment_chunks)
-            cut = cheapest(plan._works(), sm_count, fixed, context_parallel is True) if plan.chains else None
-            if cut is not None:
-                plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks)
+            works, must_cut = plan._works(), context_parallel is True
+            cut = cheapest(works, sm_count, fixed, must_cut) or plan.backward_cut
+            back = cheapest_backward(works, sm_count, fixed, must_cut) or plan.backward_cut
+            plan = replace(plan, block_dv=cut.block_dv, segment_chunks=cut.segment_chunks, backward_cut=back)
         return plan
 
     @property

@@ -335,7 +335,7 @@ def test_insisting_on_kernels_that_refuse(pretend_hopper):
     pretend_hopper.reasons = ["K: must be 64 or 128, got 16", "q: must be bfloat16 or float16"]
     made = inputs(tokens=8)
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, 0, -1, None)
     with pytest.raises(NotImplementedError, match=r'backend: "hopper" cannot run this call: K: .*; q: '):
         ops.forward(call, options)
 
@@ -368,7 +368,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(prete
     (line,) = [record for record in caplog.records if record.name == "flashqla"]
     assert line.levelno == logging.WARNING and "reference: no CUDA compiler" in line.getMessage()
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, 0, -1, None)
     with pytest.raises(CompileError):
         ops.forward(call, options)
 
@@ -384,7 +384,7 @@ def test_a_backward_that_cannot_be_compiled_leaves_the_gradients_to_the_referenc
     assert all(torch.equal(results[name], expected[name]) for name in expected)
     assert any("reference: no CUDA compiler" in record.getMessage() for record in caplog.records)
     call = Operands(*(getattr(made, name) for name in ("q", "k", "v", "g", "beta")), None, None, None, None, None)
-    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, None)
+    options = Options(1.0, False, False, False, False, False, False, "chunked", "hopper", 0, -1, 0, -1, None)
     with pytest.raises(CompileError):
         ops.backward(made.do, None, call, options)
 

@@ -112,13 +112,14 @@ class Variant:
             return Budget(threads=128, wgmma=False)
         if self.kernel == "segment_order":
             return Budget(threads=512, wgmma=False)
-        if self.kernel == "backward_state":
-            return Budget(threads=128 * (1 + self["block_dv"] // 64), spill_bytes=64)
-        if self.kernel == "backward_adjoint":
-            if self["block_dv"] == 64:
-                return Budget(threads=384)
-            # As in chunk_forward, and one address of the chain's that never changes.
-            return Budget(threads=512, spill_bytes=288, main_loop_spills=1, side_loop_spills=16)
+        if self.kernel == "backward_chains":
+            # As in chunk_forward, and one address of the gradient's chain that never changes.
+            narrow = self["block_dv"] == 64
+            return (
+                Budget(threads=384, spill_bytes=96)
+                if narrow
+                else Budget(threads=512, spill_bytes=320, main_loop_spills=1, side_loop_spills=16)
+            )
         if self.kernel == "backward_chunk":
             # Sums, products and an operand take 144 of 160 registers; addresses are reloaded.
             return Budget(threads=512, spill_bytes=160, main_loop_spills=4, side_loop_spills=8)
@@ -141,7 +142,7 @@ def _table() -> Iterable[Variant]:
     head_dims_and_block = ((128, 128, 128), (128, 128, 64), (64, 64, 64), (128, 64, 64), (64, 128, 128), (64, 128, 64))
     for dtype, (k, v, block) in itertools.product(DTYPES, head_dims_and_block):
         options = {"dtype": dtype, "head_dim_k": k, "head_dim_v": v, "block_dv": block}
-        for kernel in ("chunk_forward", "backward_state", "backward_adjoint"):
+        for kernel in ("chunk_forward", "backward_chains"):
             yield Variant(kernel, tuple(options.items()))
     for dtype, k, v in itertools.product(DTYPES, (128, 64), (128, 64)):
         yield Variant("segment_states", (("dtype", dtype), ("head_dim_k", k), ("head_dim_v", v)))

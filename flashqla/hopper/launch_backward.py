@@ -1,17 +1,20 @@
-"""Launching the Hopper backward: what it allocates, its four kernels, and the gradients of the activations."""
+"""Launching the Hopper backward: what it allocates, its three kernels, and the gradients of the activations."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..plan import Plan
+from ..plan import CP_THRESHOLD, Plan
 from . import gated_inverse
+from .chunk_forward import NO_SEGMENTS
 from .compile import kernel
 from .launch import activation_flags, dtype_name, gate_rows, offsets_of, tiles
+from .segments import num_segments
 
 
 def backward(
@@ -35,11 +38,12 @@ def backward(
     dt_bias: Tensor | None,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
+    cp_threshold: float | None = CP_THRESHOLD,
     plan: Plan,
 ) -> list[Tensor | None]:
     """Gradients of a call that `launch.refusals` has let through, in the order and the dtypes of the operands.
 
-    Saves nothing from the forward: inverses, states and corrected values are computed once more. Four launches on the
+    Saves nothing from the forward: inverses, states and corrected values are computed once more. Three launches on the
     current stream, two where only the gradients of v and the initial state are needed; nothing waits for the device.
 
     Args:
@@ -89,9 +93,11 @@ def backward(
     dq = dk = dg = dbeta = None
     chunk_gradients = any(needed[i] for i in (0, 1, 3, 4, 5, 6))
     if chunk_gradients:
-        # Before the launches: two of the kernels run side by side, and nothing may come between them.
         states, values = empty(slots, HV, V, K), empty(slots, HV, C, V)
         chunks = empty(slots, 2, dtype=torch.int32)
+    else:  # not written: anything of the shape
+        states, values = dstates, dstates.view(-1)[: slots * HV * C * V].view(slots, HV, C, V)
+        chunks = frames.view(torch.int32).view(-1, 2)[:slots]
     with torch.cuda.device(q.device):
         kernel(
             "gated_inverse",
@@ -112,37 +118,35 @@ def backward(
             flags,
             gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
         )
-        kernel("backward_adjoint", **sizes, block_dv=plan.block_dv)(
+        cut = plan.backward_cut
+        kernel("backward_chains", **sizes, block_dv=cut.block_dv)(
             q,
             k,
+            v,
             do,
             inverse,
             gates,
             offsets,
+            no_state if initial is None else initial,
             no_state if dfinal is None else dfinal,
             dv,
             dstates,
+            states,
+            values,
             frames,
+            chunks,
             no_state if dinitial is None else dinitial,
             float(scale),
+            -math.inf if cp_threshold is None else cp_threshold * math.log2(math.e),
+            cut.segment_chunks or NO_SEGMENTS,
+            num_segments(B * T, N, cut.segment_chunks) if cut.segment_chunks else N,
+            int(chunk_gradients),
+            int(initial is not None),
             int(dfinal is not None),
             int(dinitial is not None),
             int(use_qk_l2norm),
         )
         if chunk_gradients:
-            kernel("backward_state", **sizes, block_dv=plan.block_dv)(
-                k,
-                v,
-                inverse,
-                gates,
-                offsets,
-                no_state if initial is None else initial,
-                states,
-                values,
-                frames,
-                chunks,
-                int(initial is not None),
-            )
             dq, dk = empty(B * T, H, K), empty(B * T, H, K)
             dg, dbeta = empty(B * T, HV, dtype=f32), empty(B * T, HV, dtype=f32)
             kernel("backward_chunk", **sizes, beta_dtype=dtype_name(beta_rows))(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashqla import chunk_gated_delta_rule, testing
+from flashqla import Plan, chunk_gated_delta_rule, testing
 
 DEVICE = "cuda"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -135,6 +135,44 @@ def test_gradient_of_stride_0():
     (mine,) = torch.autograd.grad(o.sum(), [made.v], retain_graph=True)
     (plain,) = torch.autograd.grad(o, [made.v], torch.ones_like(o))
     assert torch.equal(mine, plain)
+
+
+def with_segments(made, segment_chunks, block_dv=128, **options):
+    shapes = made.q.shape, made.v.shape, made.cu_seqlens.shape
+    return gradients(made, plan=Plan.build(*shapes, block_dv=block_dv, segment_chunks=segment_chunks), **options)
+
+
+@pytest.mark.parametrize("block_dv", [64, 128])
+@pytest.mark.parametrize("gate", [None, 0.0, -0.002, -0.05, -5.0])
+def test_error_is_no_larger_with_segments(gate, block_dv):
+    """A head that does not decay, among others; 1 to 64 segments."""
+    lengths = (4096, 0, 300, 65, 64)
+    made = make(1, sum(lengths) + 20, 2, 4, 128, 128, lengths=lengths, gate=gate)
+    made.g[..., 1] = 0.0
+    exact = gradients(made.to(torch.float64), backend="reference")
+    whole = with_segments(made, 0, block_dv)
+    for segment_chunks in (1, 3, 16, 63):
+        for name, gradient in with_segments(made, segment_chunks, block_dv).items():
+            without, found = (testing.compare(x, exact[name]).relative_l2 for x in (whole[name], gradient))
+            assert found <= 1.05 * without + 1e-5, (segment_chunks, name, found, without)
+
+
+def test_segments_without_a_threshold_change_no_bit():
+    lengths = (2000, 0, 300, 65, 64)
+    made = make(1, sum(lengths), 2, 4, 128, 128, lengths=lengths)
+    whole = with_segments(made, 0)
+    for segment_chunks in (1, 5, 16):
+        for name, gradient in with_segments(made, segment_chunks, cp_threshold=None).items():
+            assert torch.equal(gradient, whole[name]), (segment_chunks, name)
+
+
+def test_error_does_not_grow_with_length():
+    """65,536 tokens in 64 segments."""
+    made = make(1, 65536, 1, 2, 128, 128, lengths=(65536,))
+    made.g[..., 1] = 0.0
+    exact = gradients(made.to(torch.float64), backend="reference")
+    for name, gradient in with_segments(made, 16).items():
+        testing.check(f"d{name}", gradient, exact[name], LIMITS[name])
 
 
 def test_same_bits_in_1000_runs():
