@@ -41,8 +41,8 @@ Registers (setmaxnreg): 160, producers 32.
 
 import tilelang.language as T
 
-from .chunk_forward import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS
 from .gated_inverse import BETA_SIGMOID, L2NORM, NEG_EIGVAL, SMALLEST_BETA
+from .pieces import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS, arrive, wgmma
 
 __all__ = ["PASS_CONFIGS", "build"]
 
@@ -70,16 +70,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     q_token, q_head, k_token, k_head, do_token, do_head, beta_token, beta_head = T.dynamic(
         "q_token, q_head, k_token, k_head, do_token, do_head, beta_token, beta_head", i64
     )
-
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
-    @T.macro
-    def arrive(barrier, index, lane):
-        """One arrival a warp: 32 would queue at the same word."""
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(barrier[index])
 
     @T.macro
     def row_dots(X, rows, first, pairs_shared, product, dots):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..plan import Plan
-from . import chunk_forward, gated_inverse
+from . import gated_inverse
 from .compile import kernel
+from .pieces import CHUNK_SIZE
 from .segments import Segments, segment_ends
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -27,8 +28,8 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, plan: 
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size not in HEAD_DIMS:
             reasons.append(f"{name}: the kernels need a head dimension of 64 or 128, got {size}")
-    if plan.chunk_size != chunk_forward.CHUNK_SIZE:
-        reasons.append(f"plan: the kernels need chunks of {chunk_forward.CHUNK_SIZE} tokens, got {plan.chunk_size}")
+    if plan.chunk_size != CHUNK_SIZE:
+        reasons.append(f"plan: the kernels need chunks of {CHUNK_SIZE} tokens, got {plan.chunk_size}")
     return reasons
 
 

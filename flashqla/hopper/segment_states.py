@@ -31,8 +31,21 @@ Registers (setmaxnreg): chain 216, producers 40.
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from .chunk_forward import CHUNK_SIZE, FRAME, LANES, PASS_CONFIGS, ROWS, SEGMENTS, transposed  # noqa: F401
+from .pieces import (
+    CHUNK_SIZE,
+    FRAME,
+    LANES,
+    PASS_CONFIGS,
+    ROWS,
+    SEGMENTS,
+    arrive,
+    first_chunk,
+    segment_of_item,
+    transposed,
+    wgmma,
+)
 
+__all__ = ["PASS_CONFIGS", "build"]
 STAGES = 3
 
 # rows of the factors of a chunk, eq. 8.1 and 8.7, and its scalars
@@ -56,9 +69,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
     )
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head", i64)
     initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
-
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
 
     @T.macro
     def load_values(i, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared):
@@ -100,12 +110,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             U_operand[r, c] = U[r, c] * factors_shared[i % ST, KEEP, c]
         wgmma(U_operand, k_shared[i % ST, :, :], S)
         T.wait_wgmma(0)
-
-    @T.macro
-    def release(i, free, lane):
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(free[i % ST])
 
     @T.prim_func
     def segment_states(
@@ -184,16 +188,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                 item = T.truncdiv(item, HV)
                 i_h = i_h - item * HV
                 i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
-                i_n = item
-                segment = 0
-                if item >= N:
-                    i_n = T.call_extern(
-                        i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
-                    )
-                    segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
-                start = cu_seqlens[i_n]
-                slot = T.min(i_n, start)
-                slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+                segment_of_item(item, N, cu_seqlens, segment_chunks, i_n, segment)
+                first_chunk(i_n, segment, cu_seqlens, segment_chunks, start, slot)
                 start = start + segment * (segment_chunks * C)
                 n = needed[item, i_h]
                 gamma[0] = decays[item, i_h]
@@ -233,7 +229,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                             T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
                             T.wait_wgmma(0)
                             start_chunk(i + 1, S, S_operand, U, k_shared)
-                        release(i, free, lane)
+                        arrive(free, i % ST, lane)
                         load_values(
                             i + 1, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared
                         )

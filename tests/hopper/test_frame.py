@@ -11,7 +11,7 @@ import flashqla
 from flashqla import reference
 
 C = 64
-FRAME = 60.0  # as flashqla.hopper.chunk_forward, which cannot be imported without tilelang
+FRAME = 60.0  # as flashqla.hopper.pieces, which cannot be imported without tilelang
 
 
 def in_frames(q, k, v, g, beta, scale, state, l2norm, frame=FRAME):
