@@ -33,7 +33,8 @@ Warpgroups, and what they wait for
               then [dO; dV] S^T + [D; N] K.                Waits: tiles, `factors_full`, `scores_free`
     write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
-              of the one before into dg and dbeta (`rows_full`), one that clears the padding.
+              of the one before into dg and dbeta (`rows_full`), one that clears the padding: backward_rows.py has
+              what these two do.
 Shared memory, K = V = 128: Q, K of two items (64 KB), dO, dV (16 KB each), U of two value heads (32 KB), S, dS' (32 KB
 each), [D; N] 16 KB, rows 13 KB: 221 KB.
 Registers (setmaxnreg): 160, producers 32.

@@ -46,8 +46,10 @@ from .pieces import (
     ROWS,
     SEGMENTS,
     arrive,
+    fetch_stage,
     first_chunk,
     head_of_block,
+    load_stage,
     segment_of_item,
     transposed,
     wgmma,
@@ -85,14 +87,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     final_n, final_h, final_k, final_v = T.dynamic("final_n, final_h, final_k, final_v", i64)
 
     @T.macro
-    def load_values(i, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared):
-        # A buffer a stage: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
-        if i % ST == 0:
-            T.copy(v0_shared, V)
-        elif i % ST == 1:
-            T.copy(v1_shared, V)
-        else:
-            T.copy(v2_shared, V)
+    def load_values(i, V, f, special, v_shared, factors_shared):
+        load_stage(i, v_shared, V)
         T.copy(factors_shared[i % ST, VALUE, :], f)
         special[0] = factors_shared[i % ST, SCALARS, SPECIAL]
 
@@ -175,6 +171,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             v0_shared = T.alloc_shared((C, BV), dtype)
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
+            v_shared = (v0_shared, v1_shared, v2_shared)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             p_shared = T.alloc_shared((2, C, C), dtype)
             o_shared = T.alloc_shared((C, BV), dtype)
@@ -211,7 +208,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             o_free = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout(
                 {V: transposed(BV, C), O_rounded: transposed(BV, C)}
-                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared, o_shared)}
+                | {b: make_full_bank_swizzled_layout(b) for b in (*v_shared, o_shared)}
             )
 
             thread = T.get_thread_binding()
@@ -250,7 +247,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                 decay[0] = 1.0
                 if n > 0:
                     T.barrier_wait(full[0], 0)
-                    load_values(0, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                    load_values(0, V, f, special, v_shared, factors_shared)
                     start_chunk(0, S, S_operand, U, k_shared)
                     T.wait_wgmma(0)
                     for i in T.serial(n - 1):
@@ -269,7 +266,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             T.wait_wgmma(1)  # S
                             start_chunk(i + 1, S, S_operand, U, k_shared)
                             T.wait_wgmma(1)  # O
-                        load_values(i + 1, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                        load_values(i + 1, V, f, special, v_shared, factors_shared)
                         round_output(i, O, O_rounded, factors_shared, o_shared)
                         finish_chunk(i, free, o_full, lane)
                         T.wait_wgmma(0)
@@ -335,12 +332,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
                         T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
-                        if st == 0:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v0_shared, barrier=full[land])
-                        elif st == 1:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v1_shared, barrier=full[land])
-                        else:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v2_shared, barrier=full[land])
+                        fetch_stage(st, v[t : t + C, i_h, v_start : v_start + BV], v_shared, full, land)
                         T.barrier_arrive(full[land])
                         if valid < C:
                             # Rows past the end belong to the next sequence or to nobody, and may be NaN.

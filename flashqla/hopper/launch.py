@@ -51,7 +51,7 @@ def forward(
     """
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, _ = operands
     state_v_first = options.state_v_first
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device) if out is None else out
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
@@ -74,26 +74,13 @@ def forward(
     nothing = torch.empty(1, device=q.device, dtype=torch.float32)
     no_state = nothing.expand(N, HV, K, V)
     final = no_state if final_state is None else final_state.mT if state_v_first else final_state
-    heads = gated_inverse.heads_per_item(H, HV)
     slots = gated_inverse.num_slots(B * T, N)
     inverse = torch.empty(slots, HV, plan.chunk_size, plan.chunk_size, dtype=q.dtype, device=q.device)
     gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device, dtype=torch.float32)
     flags = activation_flags(operands, options)
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
-        dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
-        kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
-            k,
-            g,
-            beta,
-            nothing if A_log is None else A_log.float().contiguous(),
-            nothing if dt_bias is None else dt_bias.float().contiguous(),
-            offsets,
-            inverse,
-            gates,
-            flags,
-            gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
-        )
+        launch_inverse(k, g, beta, A_log, dt_bias, offsets, inverse, gates, nothing, flags, plan.sm_count)
         if plan.segment_chunks:
             segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, options.cp_threshold)
         else:
@@ -117,6 +104,37 @@ def forward(
             int(options.use_qk_l2norm),
         )
     return o, final_state
+
+
+def launch_inverse(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    offsets: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    nothing: Tensor,
+    flags: int,
+    sm_count: int,
+) -> None:
+    """Launch `gated_inverse`: k is of `tiles`, g and beta are of `gate_rows`; `nothing` is for absent vectors."""
+    (H, K), (slots, HV) = k.shape[1:], inverse.shape[:2]
+    heads = gated_inverse.heads_per_item(H, HV)
+    dtypes = {"dtype": dtype_name(k), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
+    kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
+        k,
+        g,
+        beta,
+        nothing if A_log is None else A_log.float().contiguous(),
+        nothing if dt_bias is None else dt_bias.float().contiguous(),
+        offsets,
+        inverse,
+        gates,
+        flags,
+        gated_inverse.grid_size(slots, HV, K, heads, sm_count),
+    )
 
 
 def activation_flags(operands: Operands, options: Options) -> int:

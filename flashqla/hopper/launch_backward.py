@@ -12,7 +12,7 @@ from ..operands import NUM_DIFFERENTIABLE, Operands, Options
 from ..plan import Plan
 from . import gated_inverse
 from .compile import kernel
-from .launch import activation_flags, dtype_name, gate_rows, offsets_of, tiles
+from .launch import activation_flags, dtype_name, gate_rows, launch_inverse, offsets_of, tiles
 
 
 def backward(
@@ -70,7 +70,6 @@ def backward(
         initial, dfinal = (None if x is None else x.mT for x in (initial, dfinal))
     inverse, gates = empty(slots, HV, C, C), empty(slots, HV, 2, C, dtype=f32)
     dv, dstates, frames = empty(B * T, HV, V), empty(slots, HV, V, K), empty(slots, HV, 2, dtype=f32)
-    heads = gated_inverse.heads_per_item(H, HV)
     flags = activation_flags(operands, options)
     flags += gated_inverse.GATED + gated_inverse.BETA_FLOOR
     sizes = {"dtype": dtype_name(q), "head_dim_k": K, "head_dim_v": V}
@@ -81,25 +80,7 @@ def backward(
         states, values = empty(slots, HV, V, K), empty(slots, HV, C, V)
         chunks = empty(slots, 2, dtype=torch.int32)
     with torch.cuda.device(q.device):
-        kernel(
-            "gated_inverse",
-            dtype=dtype_name(q),
-            gate_dtype=dtype_name(g_rows),
-            head_dim=K,
-            heads=heads,
-            beta_dtype=dtype_name(beta_rows),
-        )(
-            k,
-            g_rows,
-            beta_rows,
-            nothing if A_log is None else A_log.float().contiguous(),
-            nothing if dt_bias is None else dt_bias.float().contiguous(),
-            offsets,
-            inverse,
-            gates,
-            flags,
-            gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
-        )
+        launch_inverse(k, g_rows, beta_rows, A_log, dt_bias, offsets, inverse, gates, nothing, flags, plan.sm_count)
         kernel("backward_adjoint", **sizes, block_dv=plan.block_dv)(
             q,
             k,

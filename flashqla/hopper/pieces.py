@@ -50,6 +50,31 @@ def arrive(barrier, index, lane):
 
 
 @T.macro
+def load_stage(i, tiles, fragment):
+    """Tile of chunk i to registers.
+
+    A buffer for each of three stages: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
+    """
+    if i % 3 == 0:
+        T.copy(tiles[0], fragment)
+    elif i % 3 == 1:
+        T.copy(tiles[1], fragment)
+    else:
+        T.copy(tiles[2], fragment)
+
+
+@T.macro
+def fetch_stage(st, source, tiles, barrier, land):
+    """TMA load of a region into the buffer of stage `st`, of three; it arrives at `barrier[land]`."""
+    if st == 0:
+        T.tma_copy(source, tiles[0], barrier=barrier[land])
+    elif st == 1:
+        T.tma_copy(source, tiles[1], barrier=barrier[land])
+    else:
+        T.tma_copy(source, tiles[2], barrier=barrier[land])
+
+
+@T.macro
 def head_of_block(bx, H, HV, blocks, width, item: T.Ref, i_h: T.Ref, i_k: T.Ref, v_start: T.Ref):
     """Item, value head, key head and first value column of thread block `bx`: value blocks go fastest, then heads.
 

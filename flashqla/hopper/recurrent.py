@@ -12,7 +12,7 @@ Inputs
     has_state    [N]                  uint8, read with `HAS_MASK`: 0: the sequence starts from zeros
     initial      [slots, HV, K, V]    fp32; the last dimension is contiguous, other strides of 16-byte multiples;
                                       [slots, HV, V, K] in the V-first variant; read with `HAS_INITIAL`
-    scale        fp32;  flags  int32, a sum of flags;  tokens  int32: of every sequence, 0: see cu_seqlens
+    scale        fp32;  flags  int32, a sum (see below);  tokens  int32: of every sequence, 0: see cu_seqlens
 Outputs
     o            [T, HV, V]           dtype of q; 0 for skipped sequences and past cu_seqlens[-1]
     final        [slots, HV, K, V]    as initial, and may be initial; written with `WRITE_FINAL`, at the slot of the
@@ -41,7 +41,7 @@ BLOCK_DV = 32  # value columns of a CTA
 THREADS = 128
 LOG2_E = 1.4426950408889634
 
-# bits of `flags`, beside those of gated_inverse that say what is computed inside
+# bits of `flags`, beside the five of gated_inverse above
 G_IS_BF16 = 32
 BETA_IS_BF16 = 64
 HAS_INITIAL = 128

@@ -39,7 +39,9 @@ from .pieces import (
     ROWS,
     SEGMENTS,
     arrive,
+    fetch_stage,
     first_chunk,
+    load_stage,
     segment_of_item,
     transposed,
     wgmma,
@@ -71,14 +73,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
     initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
 
     @T.macro
-    def load_values(i, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared):
+    def load_values(i, V, f, special, is_transition, v_shared, factors_shared):
         if is_transition == 0:
-            if i % ST == 0:
-                T.copy(v0_shared, V)
-            elif i % ST == 1:
-                T.copy(v1_shared, V)
-            else:
-                T.copy(v2_shared, V)
+            load_stage(i, v_shared, V)
         T.copy(factors_shared[i % ST, VALUE, :], f)
         special[0] = factors_shared[i % ST, SCALARS, SPECIAL]
 
@@ -134,6 +131,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             v0_shared = T.alloc_shared((C, BV), dtype)
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
+            v_shared = (v0_shared, v1_shared, v2_shared)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             factors_shared = T.alloc_shared((ST, 4, C), f32, scope="shared")
 
@@ -157,10 +155,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
 
             full = T.alloc_barrier(arrive_count=[64] * ST)
             free = T.alloc_barrier(arrive_count=[4 * LANES] * ST)
-            T.annotate_layout(
-                {V: transposed(BV, C)}
-                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared)}
-            )
+            T.annotate_layout({V: transposed(BV, C)} | {b: make_full_bank_swizzled_layout(b) for b in v_shared})
 
             thread = T.get_thread_binding()
             lane = thread % 32
@@ -215,7 +210,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                     else:
                         T.clear(S)
                     T.barrier_wait(full[0], 0)
-                    load_values(0, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared)
+                    load_values(0, V, f, special, is_transition, v_shared, factors_shared)
                     start_chunk(0, S, S_operand, U, k_shared)
                     T.wait_wgmma(0)
                     for i in T.serial(n - 1):
@@ -230,9 +225,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                             T.wait_wgmma(0)
                             start_chunk(i + 1, S, S_operand, U, k_shared)
                         arrive(free, i % ST, lane)
-                        load_values(
-                            i + 1, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared
-                        )
+                        load_values(i + 1, V, f, special, is_transition, v_shared, factors_shared)
                         T.wait_wgmma(0)
                     if special[0] != 0:
                         special_chunk(n - 1, S, U, W, U_operand, V, f, decay, k_shared, a_shared, factors_shared)
@@ -260,12 +253,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                             T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[st])
                             T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[st])
                             if is_transition == 0:
-                                if st == 0:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v0_shared, barrier=full[st])
-                                elif st == 1:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v1_shared, barrier=full[st])
-                                else:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v2_shared, barrier=full[st])
+                                fetch_stage(st, v[t : t + C, i_h, column : column + BV], v_shared, full, st)
                             T.barrier_arrive(full[st])
                     elif thread < 128 + 64:  # factors, eq. 8.1
                         log_c[0] = 0.0
