@@ -13,7 +13,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -72,11 +72,10 @@ def hopper_refusals(operands: Operands, options: Options, plan: Plan, serving: S
         from .hopper import compile, launch, launch_recurrent
     except ImportError as error:
         return [f"the Hopper kernels cannot be imported: {error}"]
-    keywords = _kernel_keywords(operands, options)
     if options.form == "recurrent":
-        keywords |= {} if serving is None else serving.keywords()
-        return compile.shortage() + launch_recurrent.refusals(*operands[:5], **keywords)
-    reasons = compile.shortage() + launch.refusals(*operands[:5], plan=plan, **keywords)
+        extras = {} if serving is None else serving.keywords()
+        return compile.shortage() + launch_recurrent.refusals(operands, **extras)
+    reasons = compile.shortage() + launch.refusals(operands, plan)
     if serving is not None and serving.states is not None:
         reasons.append("states: the chunk kernels write no states along the way")
     if serving is not None and serving.out is not None:
@@ -116,17 +115,15 @@ def hopper_forward(
     """
     from .hopper import compile, launch, launch_recurrent
 
-    keywords = _kernel_keywords(operands, options)
     try:
         if options.form == "recurrent":
-            keywords |= {} if serving is None else serving.keywords()
-            return launch_recurrent.forward(*operands[:5], **keywords)
-        keywords["cp_threshold"] = options.cp_threshold
+            extras = {} if serving is None else serving.keywords()
+            return launch_recurrent.forward(operands, options, **extras)
         if serving is None:
-            return launch.forward(*operands[:5], plan=plan, **keywords)
-        keywords["initial_state"] = serving.gather(operands)
-        keywords["output_final_state"] |= serving.inplace_final_state
-        return serving.scatter(*launch.forward(*operands[:5], plan=plan, out=serving.out, **keywords), operands)
+            return launch.forward(operands, options, plan)
+        gathered = operands._replace(initial_state=serving.gather(operands))
+        options = options._replace(output_final_state=options.output_final_state or serving.inplace_final_state)
+        return serving.scatter(*launch.forward(gathered, options, plan, out=serving.out), operands)
     except compile.CompileError as error:
         if options.backend == "hopper":
             raise
@@ -143,30 +140,13 @@ def hopper_backward(
     """
     from .hopper import compile, launch_backward
 
-    keywords = _kernel_keywords(operands, options) | {"cp_threshold": options.cp_threshold}
     try:
-        return launch_backward.backward(do, dht, *operands[:5], plan=plan, needed=needed, **keywords)
+        return launch_backward.backward(do, dht, operands, options, plan, needed)
     except compile.CompileError as error:
         if options.backend == "hopper":
             raise
         _log_choice("reference", str(error), logging.WARNING)
         return None
-
-
-def _kernel_keywords(operands: Operands, options: Options) -> dict[str, Any]:
-    return {
-        "scale": options.scale,
-        "initial_state": operands.initial_state,
-        "output_final_state": options.output_final_state,
-        "state_v_first": options.state_v_first,
-        "cu_seqlens": operands.cu_seqlens,
-        "use_qk_l2norm": options.use_qk_l2norm,
-        "use_gate": options.use_gate,
-        "A_log": operands.A_log,
-        "dt_bias": operands.dt_bias,
-        "use_beta_sigmoid": options.use_beta_sigmoid,
-        "allow_neg_eigval": options.allow_neg_eigval,
-    }
 
 
 @functools.cache

@@ -239,19 +239,26 @@ def pretend_hopper(monkeypatch):
     calls = []
     launch = types.SimpleNamespace(reasons=[], calls=calls)
 
-    def forward(q, k, v, g, beta, *, plan, **keywords):
-        calls.append(plan)
-        names = ("scale", "initial_state", "output_final_state", "state_v_first", "cu_seqlens")
-        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
-        return flashqla.reference.chunked(q, k, v, g, beta, **same)
+    def same(operands, options):
+        return {
+            "scale": options.scale,
+            "initial_state": operands.initial_state,
+            "state_v_first": options.state_v_first,
+            "cu_seqlens": operands.cu_seqlens,
+            "chunk_size": ops.CPU_CHUNK_SIZE,
+        }
 
-    def backward(do, dht, q, k, v, g, beta, *, plan, needed, **keywords):
-        names = ("scale", "initial_state", "state_v_first", "cu_seqlens")
-        same = {name: keywords[name] for name in names} | {"chunk_size": ops.CPU_CHUNK_SIZE}
-        *per_token, dinitial_state = flashqla.reference.backward(q, k, v, g, beta, do, dht=dht, **same)
+    def forward(operands, options, plan):
+        calls.append(plan)
+        wanted = options.output_final_state
+        return flashqla.reference.chunked(*operands[:5], output_final_state=wanted, **same(operands, options))
+
+    def backward(do, dht, operands, options, plan, needed):
+        same_call = same(operands, options)
+        *per_token, dinitial_state = flashqla.reference.backward(*operands[:5], do, dht=dht, **same_call)
         return [*per_token, None, None, dinitial_state]
 
-    launch.refusals = lambda *tensors, plan, **flags: launch.reasons
+    launch.refusals = lambda operands, plan: launch.reasons
     launch.forward = forward
     package = types.ModuleType("flashqla.hopper")
     package.launch = package.launch_recurrent = launch
@@ -324,8 +331,8 @@ def test_a_plan_without_segments_stays_so(pretend_hopper):
 @pytest.mark.parametrize("threshold", [-10.0, -3, None])
 def test_threshold_reaches_the_kernels(pretend_hopper, threshold, monkeypatch):
     seen, forward = [], pretend_hopper.forward
-    pretend_hopper.forward = lambda *tensors, **keywords: (
-        seen.append(keywords["cp_threshold"]) or forward(*tensors, **keywords)
+    pretend_hopper.forward = lambda operands, options, plan: (
+        seen.append(options.cp_threshold) or forward(operands, options, plan)
     )
     chunk_gated_delta_rule(**inputs(tokens=130).arguments(cp_threshold=threshold))
     assert seen == [threshold]
@@ -356,7 +363,7 @@ def test_fla_not_installed(monkeypatch):
 
 
 def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(pretend_hopper, caplog):
-    def forward(*tensors, **keywords):
+    def forward(operands, options, plan):
         raise CompileError("no CUDA compiler: set CUDA_HOME")
 
     pretend_hopper.forward = forward
@@ -374,7 +381,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_call_to_the_reference(prete
 
 
 def test_a_backward_that_cannot_be_compiled_leaves_the_gradients_to_the_reference(pretend_hopper, caplog):
-    def backward(*tensors, **keywords):
+    def backward(*arguments):
         raise CompileError("no CUDA compiler: set CUDA_HOME")
 
     flashqla.hopper.launch_backward.backward = backward

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .chunk_forward import CHUNK_SIZE, EPSILON, LANES
+from .pieces import CHUNK_SIZE, EPSILON, arrive, fetch_stage, wgmma
 
 # rows of the factors of a chunk
 WRITE, READ, VALUE, QUERY, GATE, SCALARS = range(6)
@@ -40,16 +40,6 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
     """
     C, f32 = CHUNK_SIZE, "float32"
 
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
-    @T.macro
-    def arrive(barrier, index, lane):
-        """One arrival a warp: 32 would queue at the same word."""
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(barrier[index])
-
     @T.macro
     def output_products(do_shared, p_shared, q_shared, i, PdO, S):
         wgmma(do_shared, p_shared[i % 2, :, :], PdO, transpose_A=True, clear_accum=True)
@@ -57,7 +47,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
 
     @T.macro
     def chain(
-        n, i_n, i_h, v_start, lane, has_dinitial, dinitial, q_shared, k_shared, do0_shared, do1_shared, do2_shared,
+        n, i_n, i_h, v_start, lane, has_dinitial, dinitial, q_shared, k_shared, do_shared,
         a_shared, p_shared, s0_shared, s1_shared, w_shared, factors_shared, S, S_operand, U, PdO, W, rounded, full,
         free, p_full, s_full, s_free, w_full, w_free,
     ):  # fmt: skip
@@ -78,11 +68,11 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
             T.copy(factors_shared[st, WRITE, :], row)
             T.barrier_wait(p_full[i % 2], (i // 2) % 2)
             if st == 0:
-                output_products(do0_shared, p_shared, q_shared, i, PdO, S)
+                output_products(do_shared[0], p_shared, q_shared, i, PdO, S)
             elif st == 1:
-                output_products(do1_shared, p_shared, q_shared, i, PdO, S)
+                output_products(do_shared[1], p_shared, q_shared, i, PdO, S)
             else:
-                output_products(do2_shared, p_shared, q_shared, i, PdO, S)
+                output_products(do_shared[2], p_shared, q_shared, i, PdO, S)
             T.barrier_wait(s_free[i % 2], (i // 2 + 1) % 2)
             if i % 2 == 0:
                 T.copy(S_operand, s0_shared)
@@ -177,7 +167,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
 
     @T.macro
     def loads(
-        n, start, length, slot, i_k, i_h, v_start, q, k, do, a, q_shared, k_shared, do0_shared, do1_shared, do2_shared,
+        n, start, length, slot, i_k, i_h, v_start, q, k, do, a, q_shared, k_shared, do_shared,
         a_shared, full, free,
     ):  # fmt: skip
         for i in T.serial(n):
@@ -188,12 +178,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
             T.barrier_wait(free[st], (i // ST + 1) % 2)
             T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
             T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
-            if st == 0:
-                T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do0_shared, barrier=full[land])
-            elif st == 1:
-                T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do1_shared, barrier=full[land])
-            else:
-                T.tma_copy(do[t : t + C, i_h, v_start : v_start + BV], do2_shared, barrier=full[land])
+            fetch_stage(st, do[t : t + C, i_h, v_start : v_start + BV], do_shared, full, land)
             T.tma_copy(a[slot + n - 1 - i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
             T.barrier_arrive(full[land])
             if valid < C:
@@ -204,11 +189,11 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
                         k_shared[st, valid + r, c] = 0
                         q_shared[st, valid + r, c] = 0
                 if st == 0:
-                    zero_rows(valid, do0_shared)
+                    zero_rows(valid, do_shared[0])
                 elif st == 1:
-                    zero_rows(valid, do1_shared)
+                    zero_rows(valid, do_shared[1])
                 else:
-                    zero_rows(valid, do2_shared)
+                    zero_rows(valid, do_shared[2])
                 T.fence_proxy_async()
                 T.barrier_arrive(full[st])
 

@@ -42,9 +42,19 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from . import backward_adjoint, backward_state
-from .chunk_forward import CHUNK_SIZE, LANES, NO_SEGMENTS, PASS_CONFIGS, ROWS, SEGMENTS, transposed
+from .pieces import (
+    CHUNK_SIZE,
+    LANES,
+    PASS_CONFIGS,
+    ROWS,
+    SEGMENTS,
+    first_chunk,
+    head_of_block,
+    segment_of_item,
+    transposed,
+)
 
-__all__ = ["NO_SEGMENTS", "PASS_CONFIGS", "build"]
+__all__ = ["PASS_CONFIGS", "build"]
 
 SOURCE = SEGMENTS + Path(__file__).with_name("approach.cuh").read_text()
 FRAME = 44.0  # log2 range of c and of d: `backward_chunk` multiplies S / c and dS' / d, and sums 16384 products
@@ -106,10 +116,11 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             T.import_source(SOURCE)
             q_shared = T.alloc_shared((ST, C, DK), dtype)
             k_shared = T.alloc_shared((ST, C, DK), dtype)
-            # dO or V. A buffer a stage: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
+            # dO or V, a buffer for each stage (`load_stage`)
             v0_shared = T.alloc_shared((C, BV), dtype)
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype) if ST == 3 else v1_shared
+            v_shared = (v0_shared, v1_shared, v2_shared)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             p_shared = T.alloc_shared((2, C, C), dtype)
             s0_shared = T.alloc_shared((BV, DK), dtype)
@@ -158,22 +169,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             ends = T.alloc_var(i32)  # whether the segment is the last of its sequence
             T.pdl_sync()  # what follows reads what the kernel before has written
             is_state = T.if_then_else(block >= num_items * HV * blocks, 1, 0)
-            item = block - is_state * (num_items * HV * blocks)
-            v_start = item
-            item = T.truncdiv(item, HV * blocks)
-            i_h = T.truncdiv(v_start - item * (HV * blocks), blocks)
-            v_start = (v_start - item * (HV * blocks) - i_h * blocks) * BV
-            i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
-            i_n = item
-            segment = 0
-            if item >= N:
-                i_n = T.call_extern(
-                    i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
-                )
-                segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
-            start = cu_seqlens[i_n]
-            slot = T.min(i_n, start)
-            slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+            head_of_block(block - is_state * (num_items * HV * blocks), H, HV, blocks, BV, item, i_h, i_k, v_start)
+            segment_of_item(item, N, cu_seqlens, segment_chunks, i_n, segment)
+            first_chunk(i_n, segment, cu_seqlens, segment_chunks, start, slot)
             length = cu_seqlens[i_n + 1] - start - segment * (segment_chunks * C)
             start = start + segment * (segment_chunks * C)
             own = T.max(T.min(T.truncdiv(length + (C - 1), C), segment_chunks), 0)  # 0 also where nobody owns the item
@@ -207,7 +205,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     else:
                         T.clear(S)
                     state.chain(
-                        own + warm, lane, k_shared, v0_shared, v1_shared, v2_shared, a_shared, s0_shared, s1_shared,
+                        own + warm, lane, k_shared, v_shared, a_shared, s0_shared, s1_shared,
                         w_shared, factors_shared, S, S_operand, U, W, V, rounded, full, free, s_full, s_free, w_full,
                         w_free,
                     )  # fmt: skip
@@ -217,8 +215,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.set_max_nreg(24, 0)
                     if thread < scores_threads + 32:
                         state.loads(
-                            own + warm, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v0_shared,
-                            v1_shared, v2_shared, a_shared, full, free,
+                            own + warm, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v_shared, a_shared, full, free,
                         )  # fmt: skip
                     elif thread < scores_threads + 64:
                         state.factors(
@@ -243,7 +240,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.clear(S)
                 adjoint.chain(
                     own + warm, i_n, i_h, v_start, lane, T.if_then_else(segment == 0, has_dinitial, 0), dinitial,
-                    q_shared, k_shared, v0_shared, v1_shared, v2_shared, a_shared, p_shared, s0_shared, s1_shared,
+                    q_shared, k_shared, v_shared, a_shared, p_shared, s0_shared, s1_shared,
                     w_shared, factors_shared, S, S_operand, U, PdO, W, rounded, full, free, p_full, s_full, s_free,
                     w_full, w_free,
                 )  # fmt: skip
@@ -258,7 +255,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                 if thread < scores_threads + 32:
                     adjoint.loads(
                         own + warm, start, length, slot, i_k, i_h, v_start, q, k, do, a, q_shared, k_shared,
-                        v0_shared, v1_shared, v2_shared, a_shared, full, free,
+                        v_shared, a_shared, full, free,
                     )  # fmt: skip
                 elif thread < scores_threads + 64:
                     adjoint.factors(

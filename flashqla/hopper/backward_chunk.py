@@ -33,7 +33,8 @@ Warpgroups, and what they wait for
               then [dO; dV] S^T + [D; N] K.                Waits: tiles, `factors_full`, `scores_free`
     write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
-              of the one before into dg and dbeta (`rows_full`), one that clears the padding.
+              of the one before into dg and dbeta (`rows_full`), one that clears the padding: backward_rows.py has
+              what these two do.
 Shared memory, K = V = 128: Q, K of two items (64 KB), dO, dV (16 KB each), U of two value heads (32 KB), S, dS' (32 KB
 each), [D; N] 16 KB, rows 13 KB: 221 KB.
 Registers (setmaxnreg): 160, producers 32.
@@ -41,19 +42,28 @@ Registers (setmaxnreg): 160, producers 32.
 
 import tilelang.language as T
 
-from .chunk_forward import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS
-from .gated_inverse import BETA_SIGMOID, L2NORM, NEG_EIGVAL, SMALLEST_BETA
+from .backward_rows import (
+    DIAGONAL,
+    DOT_STATE,
+    DOT_WRITE,
+    DOTS,
+    GATE,
+    KEY,
+    NORM,
+    QK,
+    SCORES,
+    STATE,
+    TRACE,
+    WRITE,
+    E,
+    clear_padding,
+    finish_head,
+    head_factors,
+)
+from .gated_inverse import L2NORM
+from .pieces import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS, arrive, wgmma
 
 __all__ = ["PASS_CONFIGS", "build"]
-
-# Rows of numbers that the warpgroups share, of 128: one a row of [Q; K]. Per item:
-E, NORM, QK, DIAGONAL = range(4)
-# E; 1   (r^q)^2 with l2norm, else 0   <q, k>   the diagonal of D, summed over the value heads
-# Per value head, double-buffered, what it needs and what comes back:
-GATE, STATE, KEY, WRITE, DOTS, SCORES, DOT_WRITE, DOT_STATE, TRACE, DECAY = range(10)
-# G; G   c exp(G); -c r exp(G)   1; -r   d exp(G_C - G)   <q, dQ>; <k, dK - n>   <dO, U>; <dV, U>   <k, n>
-# <k, the part of n from dS'>   summands of <S, dS'>   [0]: c d exp(G_C)
-LN2 = 0.6931471805599453
 
 
 def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128, beta_dtype: str = "float32"):
@@ -71,16 +81,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
         "q_token, q_head, k_token, k_head, do_token, do_head, beta_token, beta_head", i64
     )
 
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
-    @T.macro
-    def arrive(barrier, index, lane):
-        """One arrival a warp: 32 would queue at the same word."""
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(barrier[index])
-
     @T.macro
     def row_dots(X, rows, first, pairs_shared, product, dots):
         """dots_i = <X_i, x_i>, a quarter of the columns at a time for want of registers."""
@@ -96,55 +96,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     def item_of(item, H, chunks, where):
         where[0] = chunks[T.truncdiv(item, H), 0]
         where[1] = chunks[T.truncdiv(item, H), 1]
-
-    @T.macro
-    def finish(x, i_h, where, lane, flags, beta, rows_shared, rows_full, betas, d_gate, carried, total, dg, dbeta):
-        """dg and dbeta of one chunk and value head from the row sums."""
-        p = x % 2
-        for j in T.unroll(2):
-            betas[j] = 0.5
-            if lane + 32 * j < where[1]:
-                betas[j] = T.cast(beta[where[0] + lane + 32 * j, i_h], f32)
-                if T.bitwise_and(flags, BETA_SIGMOID) != 0:
-                    betas[j] = 1.0 / (1.0 + T.exp2(-betas[j] / LN2))
-                    if T.bitwise_and(flags, NEG_EIGVAL) != 0:
-                        betas[j] *= 2.0
-        T.barrier_wait(rows_full[p], (x // 2) % 2)
-        total[0] = 0.0
-        for j in T.unroll(2):
-            r = lane + 32 * j
-            d_gate[j] = 0.0
-            carried[j] = 0.0
-            if r < where[1]:
-                carried[j] = rows_shared[p, DOT_STATE, r]
-                d_gate[j] = rows_shared[p, DOTS, r] + rows_shared[p, DOTS, C + r]
-                d_gate[j] -= rows_shared[p, DOT_WRITE, r] - carried[j]
-            total[0] += rows_shared[p, TRACE, r] * rows_shared[p, DECAY, 0]
-        total[0] = T.warp_reduce_sum(total[0])
-        # Suffix sums of the 64 rows, two a lane; and prefix sums, without the row itself, of what rows carry into S'.
-        # Their total less a suffix would cancel: the last rows' shares are undecayed.
-        for step in T.unroll(5):
-            for j in T.unroll(2):
-                up = T.shfl_down(d_gate[j], 1 << step)
-                if lane + (1 << step) < 32:
-                    d_gate[j] += up
-                down = T.shfl_up(carried[j], 1 << step)
-                if lane >= (1 << step):
-                    carried[j] += down
-        d_gate[0] += T.shfl_sync(d_gate[1], 0)
-        first_half = T.shfl_sync(carried[0], 31)
-        for j in T.unroll(2):
-            before = T.shfl_up(carried[j], 1)
-            d_gate[j] += T.Select(lane > 0, before, T.float32(0))
-        d_gate[1] += first_half
-        for j in T.unroll(2):
-            r = lane + 32 * j
-            if r < where[1]:
-                dg[where[0] + r, i_h] = d_gate[j] + total[0]
-                betas[j] = T.max(betas[j], SMALLEST_BETA)
-                dbeta[where[0] + r, i_h] = -rows_shared[p, SCORES, C + r] / (
-                    rows_shared[p, KEY, C + r] * betas[j] * betas[j]
-                )
 
     @T.prim_func
     def backward_chunk(
@@ -200,13 +151,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             dot = T.alloc_local((1,), f32)
             where = T.alloc_local((2,), i32)
             ahead = T.alloc_local((2,), i32)
-            G = T.alloc_local((2,), f32)
-            log_r = T.alloc_local((2,), f32)
-            betas = T.alloc_local((2,), f32)
-            G_last = T.alloc_local((1,), f32)
-            d_gate = T.alloc_local((2,), f32)
-            carried = T.alloc_local((2,), f32)
-            total = T.alloc_local((1,), f32)
 
             # `pair_full[2]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             pair_full = T.alloc_barrier(arrive_count=[32, 32, 32])
@@ -294,9 +238,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             if where[1] < C:
                                 # Rows past the end belong to the next sequence or to nobody, and may be NaN.
                                 for r in T.serial(C - where[1]):
-                                    for c in T.serial(DV // 128 + 1):
-                                        if thread % 128 + 128 * c < DV:
-                                            x_shared[thread // 128 * C + where[1] + r, thread % 128 + 128 * c] = 0
+                                    if thread % 128 < DV:
+                                        x_shared[thread // 128 * C + where[1] + r, thread % 128] = 0
                                 T.fence_proxy_async()
                                 T.sync_threads(1, 256)
                             wgmma(x_shared, u_shared[p, :, :], D, transpose_B=True, clear_accum=True)
@@ -523,46 +466,20 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 i_h = i_k * group + h
                                 slot = T.truncdiv(item, H)
                                 p = x % 2
-                                G_last[0] = gates[slot, i_h, 0, C - 1]
-                                for j in T.unroll(2):
-                                    G[j] = gates[slot, i_h, 0, lane + 32 * j]
-                                    log_r[j] = gates[slot, i_h, 1, lane + 32 * j]
-                                square[0] = frames[slot, i_h, 0]
-                                dot[0] = frames[slot, i_h, 1]
-                                for j in T.unroll(2):
-                                    r = lane + 32 * j
-                                    rows_shared[p, GATE, r] = G[j]
-                                    rows_shared[p, GATE, C + r] = G[j]
-                                    rows_shared[p, STATE, r] = T.exp2(G[j]) * square[0]
-                                    rows_shared[p, STATE, C + r] = -T.exp2(G[j] + log_r[j]) * square[0]
-                                    rows_shared[p, KEY, r] = 1.0
-                                    rows_shared[p, KEY, C + r] = -T.exp2(log_r[j])
-                                    rows_shared[p, WRITE, r] = T.exp2(G_last[0] - G[j]) * dot[0]
-                                if lane == 0:
-                                    rows_shared[p, DECAY, 0] = T.exp2(G_last[0]) * square[0] * dot[0]
+                                head_factors(p, slot, i_h, lane, gates, frames, rows_shared)
                                 T.barrier_arrive(factors_full[p])
                                 if x > 0:
-                                    finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate,
-                                           carried, total, dg, dbeta)  # fmt: skip
+                                    finish_head(
+                                        x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, dg, dbeta
+                                    )
                                 last = i_h
                                 ahead[0] = where[0]
                                 ahead[1] = where[1]
                                 x += 1
                         item += num_ctas
                     if x > 0:
-                        finish(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, betas, d_gate, carried,
-                               total, dg, dbeta)  # fmt: skip
+                        finish_head(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, dg, dbeta)
                 elif thread < 480:  # padding
-                    last = cu_seqlens[N_plus_1 - 1] + block
-                    while last < num_tokens:
-                        for r in T.serial(H):
-                            for c in T.Parallel(DK):
-                                dq[last, r, c] = 0
-                                dk[last, r, c] = 0
-                        for r in T.serial(T.truncdiv(HV + 31, 32)):
-                            if r * 32 + lane < HV:
-                                dg[last, r * 32 + lane] = 0
-                                dbeta[last, r * 32 + lane] = 0
-                        last += num_ctas
+                    clear_padding(block, num_ctas, lane, cu_seqlens, dq, dk, dg, dbeta)
 
     return backward_chunk

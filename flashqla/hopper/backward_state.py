@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .chunk_forward import CHUNK_SIZE, LANES
+from .pieces import CHUNK_SIZE, arrive, fetch_stage, load_stage, wgmma
 
 # rows of the factors of a chunk
 VALUE, READ, KEEP, SCALARS = range(4)
@@ -35,19 +35,9 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
     """
     C, f32 = CHUNK_SIZE, "float32"
 
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
-    @T.macro
-    def arrive(barrier, index, lane):
-        """One arrival a warp: 32 would queue at the same word."""
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(barrier[index])
-
     @T.macro
     def chain(
-        n, lane, k_shared, v0_shared, v1_shared, v2_shared, a_shared, s0_shared, s1_shared, u_shared, factors_shared, S,
+        n, lane, k_shared, v_shared, a_shared, s0_shared, s1_shared, u_shared, factors_shared, S,
         S_operand, U, W, V, rounded, full, free, s_full, s_free, u_full, u_free,
     ):  # fmt: skip
         """U holds K S, then U."""
@@ -59,12 +49,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
         for i in T.serial(n):
             st = i % ST
             T.barrier_wait(full[st], (i // ST) % 2)
-            if st == 0:
-                T.copy(v0_shared, V)
-            elif st == 1:
-                T.copy(v1_shared, V)
-            else:
-                T.copy(v2_shared, V)
+            load_stage(st, v_shared, V)
             T.copy(S, S_operand)
             wgmma(S_operand, k_shared[st, :, :], U, transpose_B=True, clear_accum=True)  # (K S)^T
             T.copy(factors_shared[st, VALUE, :], value)
@@ -105,7 +90,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
 
     @T.macro
     def loads(
-        n, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v0_shared, v1_shared, v2_shared, a_shared, full,
+        n, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v_shared, a_shared, full,
         free,
     ):  # fmt: skip
         for i in T.serial(n):
@@ -116,12 +101,7 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
             T.barrier_wait(free[st], (i // ST + 1) % 2)
             T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
             T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
-            if st == 0:
-                T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v0_shared, barrier=full[land])
-            elif st == 1:
-                T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v1_shared, barrier=full[land])
-            else:
-                T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v2_shared, barrier=full[land])
+            fetch_stage(st, v[t : t + C, i_h, v_start : v_start + BV], v_shared, full, land)
             T.barrier_arrive(full[land])
             if valid < C:
                 # Rows past the end belong to the next sequence or to nobody, and may be NaN.
@@ -130,11 +110,11 @@ def roles(DK: int, BV: int, ST: int, dtype: str, frame: float) -> SimpleNamespac
                     for c in T.Parallel(DK):
                         k_shared[st, valid + r, c] = 0
                 if st == 0:
-                    zero_rows(valid, v0_shared)
+                    zero_rows(valid, v_shared[0])
                 elif st == 1:
-                    zero_rows(valid, v1_shared)
+                    zero_rows(valid, v_shared[1])
                 else:
-                    zero_rows(valid, v2_shared)
+                    zero_rows(valid, v_shared[2])
                 T.fence_proxy_async()
                 T.barrier_arrive(full[st])
 

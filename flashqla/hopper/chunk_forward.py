@@ -34,45 +34,34 @@ Shared memory, K = V = BV = 128: three stages of Q, K, V (16 KB each) and A (8 K
 Registers (setmaxnreg): chain 208, scores 72, producers 24 with two chain warpgroups; 232, 128, 40 with one.
 """
 
-from pathlib import Path
-
-import tilelang
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from .workarounds import count_accumulators_per_warpgroup
+from .pieces import (
+    CHUNK_SIZE,
+    EPSILON,
+    FRAME,
+    LANES,
+    PASS_CONFIGS,
+    ROWS,
+    SEGMENTS,
+    arrive,
+    fetch_stage,
+    first_chunk,
+    head_of_block,
+    load_stage,
+    segment_of_item,
+    transposed,
+    wgmma,
+)
 
-CHUNK_SIZE = 64
-ROWS = 64  # of S^T in one warpgroup: the M of a wgmma
+__all__ = ["CHUNK_SIZE", "EPSILON", "LANES", "PASS_CONFIGS", "ROWS", "build", "transposed"]
 STAGES = 3
-FRAME = 60.0  # log2 range of a frame: two of them still multiply within fp32 and bf16
-EPSILON = 1e-6  # of eq. 2.4
-NO_SEGMENTS = 2**24  # chunks: longer than any sequence, and its tokens still fit int32
-SEGMENTS = Path(__file__).with_name("segments.cuh").read_text()
-LANES = 1  # of a warp that arrive at a barrier for all; 32 for racecheck, which follows no arrival through __syncwarp
 
 # rows of the factors of a chunk
 VALUE, OUTPUT, STATE, KEEP, GATE, SCALARS = range(6)
 # eq. 8.1:  f      c exp(G) scale   c exp(G)   exp(G_C - G)   G
 SPECIAL, DECAY, FRAME_OUT = range(3)  # of the scalars: 0 or 1; what S is multiplied with in a special chunk; c'
-
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers below are the only ones needed
-    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # every index below is in range
-}
-
-count_accumulators_per_warpgroup()
-
-
-def transposed(rows: int, columns: int):
-    """[column, row] fragment that keeps each element in the register where the [row, column] accumulator has it."""
-    return T.Fragment(
-        [columns, rows],
-        forward_thread_fn=lambda c, r: (r // 16) * 32 + (r % 8) * 4 + (c % 8) // 2,
-        forward_index_fn=lambda c, r: (c // 8) * 4 + ((r % 16) // 8) * 2 + c % 2,
-    )
 
 
 def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128, block_dv: int = 128):
@@ -97,25 +86,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
     initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
     final_n, final_h, final_k, final_v = T.dynamic("final_n, final_h, final_k, final_v", i64)
 
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
     @T.macro
-    def arrive(barrier, index, lane):
-        """One arrival a warp: 32 would queue at the same word."""
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(barrier[index])
-
-    @T.macro
-    def load_values(i, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared):
-        # A buffer a stage: TileLang 0.1.15 drops the offset of a slice when it copies by ldmatrix.
-        if i % ST == 0:
-            T.copy(v0_shared, V)
-        elif i % ST == 1:
-            T.copy(v1_shared, V)
-        else:
-            T.copy(v2_shared, V)
+    def load_values(i, V, f, special, v_shared, factors_shared):
+        load_stage(i, v_shared, V)
         T.copy(factors_shared[i % ST, VALUE, :], f)
         special[0] = factors_shared[i % ST, SCALARS, SPECIAL]
 
@@ -198,6 +171,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             v0_shared = T.alloc_shared((C, BV), dtype)
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
+            v_shared = (v0_shared, v1_shared, v2_shared)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             p_shared = T.alloc_shared((2, C, C), dtype)
             o_shared = T.alloc_shared((C, BV), dtype)
@@ -234,7 +208,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             o_free = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout(
                 {V: transposed(BV, C), O_rounded: transposed(BV, C)}
-                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared, o_shared)}
+                | {b: make_full_bank_swizzled_layout(b) for b in (*v_shared, o_shared)}
             )
 
             thread = T.get_thread_binding()
@@ -251,21 +225,10 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             n = T.alloc_var(i32)
             slot = T.alloc_var(i32)
             T.pdl_sync()  # what follows reads what the kernels before have written
-            item = T.truncdiv(block, HV * blocks)
-            i_h = T.truncdiv(block - item * (HV * blocks), blocks)
-            v_start = (block - item * (HV * blocks) - i_h * blocks) * BV
-            i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
-            i_n = item
-            segment = 0
-            if item >= N:
-                i_n = T.call_extern(
-                    i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
-                )
-                segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
+            head_of_block(block, H, HV, blocks, BV, item, i_h, i_k, v_start)
+            segment_of_item(item, N, cu_seqlens, segment_chunks, i_n, segment)
             before = T.if_then_else(segment == 1, i_n, item - 1)
-            start = cu_seqlens[i_n]
-            slot = T.min(i_n, start)
-            slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+            first_chunk(i_n, segment, cu_seqlens, segment_chunks, start, slot)
             length = cu_seqlens[i_n + 1] - start - segment * (segment_chunks * C)
             start = start + segment * (segment_chunks * C)
             n = T.max(T.min(T.truncdiv(length + (C - 1), C), segment_chunks), 0)  # 0 also where nobody owns the item
@@ -284,7 +247,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                 decay[0] = 1.0
                 if n > 0:
                     T.barrier_wait(full[0], 0)
-                    load_values(0, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                    load_values(0, V, f, special, v_shared, factors_shared)
                     start_chunk(0, S, S_operand, U, k_shared)
                     T.wait_wgmma(0)
                     for i in T.serial(n - 1):
@@ -303,7 +266,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             T.wait_wgmma(1)  # S
                             start_chunk(i + 1, S, S_operand, U, k_shared)
                             T.wait_wgmma(1)  # O
-                        load_values(i + 1, V, f, special, v0_shared, v1_shared, v2_shared, factors_shared)
+                        load_values(i + 1, V, f, special, v_shared, factors_shared)
                         round_output(i, O, O_rounded, factors_shared, o_shared)
                         finish_chunk(i, free, o_full, lane)
                         T.wait_wgmma(0)
@@ -369,12 +332,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[land])
                         T.tma_copy(q[t : t + C, i_k, 0:DK], q_shared[st, :, :], barrier=full[land])
                         T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[land])
-                        if st == 0:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v0_shared, barrier=full[land])
-                        elif st == 1:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v1_shared, barrier=full[land])
-                        else:
-                            T.tma_copy(v[t : t + C, i_h, v_start : v_start + BV], v2_shared, barrier=full[land])
+                        fetch_stage(st, v[t : t + C, i_h, v_start : v_start + BV], v_shared, full, land)
                         T.barrier_arrive(full[land])
                         if valid < C:
                             # Rows past the end belong to the next sequence or to nobody, and may be NaN.

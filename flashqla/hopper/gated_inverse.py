@@ -48,7 +48,8 @@ import tilelang
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-CHUNK_SIZE = 64
+from .pieces import CHUNK_SIZE
+
 THREADS = 128
 TILES = 4  # of an item, one a warp
 

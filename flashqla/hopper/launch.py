@@ -1,13 +1,17 @@
 """Launching the Hopper forward: what it refuses, what it allocates, and its two kernels, or five with segments."""
 
+from __future__ import annotations
+
 import functools
 
 import torch
 from torch import Tensor
 
+from ..operands import Operands, Options
 from ..plan import Plan
-from . import chunk_forward, gated_inverse
+from . import gated_inverse
 from .compile import kernel
+from .pieces import CHUNK_SIZE
 from .segments import Segments, segment_ends
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -16,56 +20,44 @@ GATE_DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 16  # bytes: of TMA's addresses and strides
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, plan: Plan, **flags) -> list[str]:
-    """Reasons why the kernels cannot run this call; none: they can. Shapes are taken as already validated."""
+def refusals(operands: Operands, plan: Plan) -> list[str]:
+    """Reasons why the kernels cannot run this call; none: they can. The device fits, and shapes are validated."""
+    reasons = operand_refusals(operands)
+    if plan.chunk_size != CHUNK_SIZE:
+        reasons.append(f"plan: the kernels need chunks of {CHUNK_SIZE} tokens, got {plan.chunk_size}")
+    return reasons
+
+
+def operand_refusals(operands: Operands) -> list[str]:
+    """Dtypes and head dimensions that no kernel takes, token by token or in chunks."""
     reasons = []
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
-        reasons.append(f"q: the kernels need a Hopper GPU (SM90), got {q.device}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            reasons.append(f"{name}: the kernels need bfloat16 or float16, the same for q, k and v, got {tensor.dtype}")
-    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+    for name in ("q", "k", "v"):
+        dtype = getattr(operands, name).dtype
+        if dtype not in DTYPES or dtype != operands.q.dtype:
+            reasons.append(f"{name}: the kernels need bfloat16 or float16, the same for q, k and v, got {dtype}")
+    for name, size in (("K", operands.q.shape[-1]), ("V", operands.v.shape[-1])):
         if size not in HEAD_DIMS:
             reasons.append(f"{name}: the kernels need a head dimension of 64 or 128, got {size}")
-    if plan.chunk_size != chunk_forward.CHUNK_SIZE:
-        reasons.append(f"plan: the kernels need chunks of {chunk_forward.CHUNK_SIZE} tokens, got {plan.chunk_size}")
     return reasons
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm: bool,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    cp_threshold: float | None,
-    plan: Plan,
-    out: Tensor | None = None,
+    operands: Operands, options: Options, plan: Plan, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Output ``[B, T, HV, V]`` and final state (fp32, or None) of a call that `refusals` has let through.
+    """Output ``[B, T, HV, V]`` (``out`` if given) and final state (fp32, or None) of a call without `refusals`.
 
     Two launches on the current stream, five if the plan has segments; nothing waits for the device, nothing is read
     back from it.
     """
-    B, T, H, K = q.shape
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, _ = operands
+    state_v_first = options.state_v_first
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device) if out is None else out
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     final_state = initial = None
-    if output_final_state:
+    if options.output_final_state:
         final_state = torch.empty(
             (N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device, dtype=torch.float32
         )
@@ -82,28 +74,15 @@ def forward(
     nothing = torch.empty(1, device=q.device, dtype=torch.float32)
     no_state = nothing.expand(N, HV, K, V)
     final = no_state if final_state is None else final_state.mT if state_v_first else final_state
-    heads = gated_inverse.heads_per_item(H, HV)
     slots = gated_inverse.num_slots(B * T, N)
     inverse = torch.empty(slots, HV, plan.chunk_size, plan.chunk_size, dtype=q.dtype, device=q.device)
     gates = torch.empty(slots, HV, 2, plan.chunk_size, device=q.device, dtype=torch.float32)
-    flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
+    flags = activation_flags(operands, options)
     flags += gated_inverse.GATED * (q.dtype == torch.float16)
     with torch.cuda.device(q.device):
-        dtypes = {"dtype": dtype_name(q), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
-        kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
-            k,
-            g,
-            beta,
-            nothing if A_log is None else A_log.float().contiguous(),
-            nothing if dt_bias is None else dt_bias.float().contiguous(),
-            offsets,
-            inverse,
-            gates,
-            flags,
-            gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
-        )
+        launch_inverse(k, g, beta, A_log, dt_bias, offsets, inverse, gates, nothing, flags, plan.sm_count)
         if plan.segment_chunks:
-            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, cp_threshold)
+            segments = segment_ends(k, v, inverse, gates, offsets, initial, plan.segment_chunks, options.cp_threshold)
         else:
             segments = Segments.none(N, HV, K, V, q.device)
         kernel("chunk_forward", dtype=dtype_name(q), head_dim_k=K, head_dim_v=V, block_dv=plan.block_dv)(
@@ -117,26 +96,55 @@ def forward(
             final,
             segments.states,
             o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
-            float(scale),
+            float(options.scale),
             segments.chunks,
             segments.count,
             int(initial is not None),
-            int(output_final_state),
-            int(use_qk_l2norm),
+            int(options.output_final_state),
+            int(options.use_qk_l2norm),
         )
     return o, final_state
 
 
-def activation_flags(
-    use_gate: bool, dt_bias: Tensor | None, use_beta_sigmoid: bool, allow_neg_eigval: bool, use_qk_l2norm: bool
-) -> int:
-    """The flags of `gated_inverse` that say what is computed inside the operator."""
+def launch_inverse(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    offsets: Tensor,
+    inverse: Tensor,
+    gates: Tensor,
+    nothing: Tensor,
+    flags: int,
+    sm_count: int,
+) -> None:
+    """Launch `gated_inverse`: k is of `tiles`, g and beta are of `gate_rows`; `nothing` is for absent vectors."""
+    (H, K), (slots, HV) = k.shape[1:], inverse.shape[:2]
+    heads = gated_inverse.heads_per_item(H, HV)
+    dtypes = {"dtype": dtype_name(k), "gate_dtype": dtype_name(g), "beta_dtype": dtype_name(beta)}
+    kernel("gated_inverse", **dtypes, head_dim=K, heads=heads)(
+        k,
+        g,
+        beta,
+        nothing if A_log is None else A_log.float().contiguous(),
+        nothing if dt_bias is None else dt_bias.float().contiguous(),
+        offsets,
+        inverse,
+        gates,
+        flags,
+        gated_inverse.grid_size(slots, HV, K, heads, sm_count),
+    )
+
+
+def activation_flags(operands: Operands, options: Options) -> int:
+    """The flags of the kernels that say what is computed inside the operator."""
     return (
-        gated_inverse.USE_GATE * use_gate
-        + gated_inverse.HAS_DT_BIAS * (use_gate and dt_bias is not None)
-        + gated_inverse.BETA_SIGMOID * use_beta_sigmoid
-        + gated_inverse.NEG_EIGVAL * allow_neg_eigval
-        + gated_inverse.L2NORM * use_qk_l2norm
+        gated_inverse.USE_GATE * options.use_gate
+        + gated_inverse.HAS_DT_BIAS * (options.use_gate and operands.dt_bias is not None)
+        + gated_inverse.BETA_SIGMOID * options.use_beta_sigmoid
+        + gated_inverse.NEG_EIGVAL * options.allow_neg_eigval
+        + gated_inverse.L2NORM * options.use_qk_l2norm
     )
 
 

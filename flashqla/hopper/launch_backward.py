@@ -9,37 +9,22 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..plan import CP_THRESHOLD, Plan
+from ..operands import NUM_DIFFERENTIABLE, Operands, Options
+from ..plan import Plan
 from . import gated_inverse
-from .chunk_forward import NO_SEGMENTS
 from .compile import kernel
-from .launch import activation_flags, dtype_name, gate_rows, offsets_of, tiles
+from .launch import activation_flags, dtype_name, gate_rows, launch_inverse, offsets_of, tiles
+from .pieces import NO_SEGMENTS
 from .segments import num_segments
 
 
 def backward(
     do: Tensor | None,
     dht: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    needed: Sequence[bool],
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm: bool,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    cp_threshold: float | None = CP_THRESHOLD,
+    operands: Operands,
+    options: Options,
     plan: Plan,
+    needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of a call that `launch.refusals` has let through, in the order and the dtypes of the operands.
 
@@ -54,13 +39,15 @@ def backward(
     Returns:
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial_state; None where not needed.
     """
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, _ = operands
+    differentiable = operands[:NUM_DIFFERENTIABLE]
+    state_v_first = options.state_v_first
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    operands = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     offsets = offsets_of(B, T, q.device) if cu_seqlens is None else cu_seqlens.to(torch.int32)
     N = offsets.numel() - 1
     if N == 0 or T == 0:  # nothing to launch: the state passes through
-        gradients = [torch.zeros_like(x) if x is not None else None for x in operands]
+        gradients = [torch.zeros_like(x) if x is not None else None for x in differentiable]
         if dht is not None and initial_state is not None:
             gradients[-1].copy_(dht)
         return [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
@@ -86,8 +73,7 @@ def backward(
         initial, dfinal = (None if x is None else x.mT for x in (initial, dfinal))
     inverse, gates = empty(slots, HV, C, C), empty(slots, HV, 2, C, dtype=f32)
     dv, dstates, frames = empty(B * T, HV, V), empty(slots, HV, V, K), empty(slots, HV, 2, dtype=f32)
-    heads = gated_inverse.heads_per_item(H, HV)
-    flags = activation_flags(use_gate, dt_bias, use_beta_sigmoid, allow_neg_eigval, use_qk_l2norm)
+    flags = activation_flags(operands, options)
     flags += gated_inverse.GATED + gated_inverse.BETA_FLOOR
     sizes = {"dtype": dtype_name(q), "head_dim_k": K, "head_dim_v": V}
     dq = dk = dg = dbeta = None
@@ -99,25 +85,7 @@ def backward(
         states, values = dstates, dstates.view(-1)[: slots * HV * C * V].view(slots, HV, C, V)
         chunks = frames.view(torch.int32).view(-1, 2)[:slots]
     with torch.cuda.device(q.device):
-        kernel(
-            "gated_inverse",
-            dtype=dtype_name(q),
-            gate_dtype=dtype_name(g_rows),
-            head_dim=K,
-            heads=heads,
-            beta_dtype=dtype_name(beta_rows),
-        )(
-            k,
-            g_rows,
-            beta_rows,
-            nothing if A_log is None else A_log.float().contiguous(),
-            nothing if dt_bias is None else dt_bias.float().contiguous(),
-            offsets,
-            inverse,
-            gates,
-            flags,
-            gated_inverse.grid_size(slots, HV, K, heads, plan.sm_count),
-        )
+        launch_inverse(k, g_rows, beta_rows, A_log, dt_bias, offsets, inverse, gates, nothing, flags, plan.sm_count)
         cut = plan.backward_cut
         kernel("backward_chains", **sizes, block_dv=cut.block_dv)(
             q,
@@ -136,15 +104,15 @@ def backward(
             frames,
             chunks,
             no_state if dinitial is None else dinitial,
-            float(scale),
-            -math.inf if cp_threshold is None else cp_threshold * math.log2(math.e),
+            float(options.scale),
+            -math.inf if options.cp_threshold is None else options.cp_threshold * math.log2(math.e),
             cut.segment_chunks or NO_SEGMENTS,
             num_segments(B * T, N, cut.segment_chunks) if cut.segment_chunks else N,
             int(chunk_gradients),
             int(initial is not None),
             int(dfinal is not None),
             int(dinitial is not None),
-            int(use_qk_l2norm),
+            int(options.use_qk_l2norm),
         )
         if chunk_gradients:
             dq, dk = empty(B * T, H, K), empty(B * T, H, K)
@@ -166,24 +134,24 @@ def backward(
                 dk,
                 dg,
                 dbeta,
-                float(scale),
+                float(options.scale),
                 flags,
                 min(plan.sm_count, slots * H),
             )
     dA_log = ddt_bias = None
     if dg is not None:
         dg, dbeta = dg.view(B, T, HV), dbeta.view(B, T, HV)
-        if use_gate:
+        if options.use_gate:
             dg, dA_log, ddt_bias = reference.gate_backward(dg, _without_padding(g, offsets, cu_seqlens), A_log, dt_bias)
-        if use_beta_sigmoid:
+        if options.use_beta_sigmoid:
             raw = _without_padding(beta, offsets, cu_seqlens)
-            dbeta = reference.beta_activation_backward(dbeta, raw, allow_neg_eigval)
+            dbeta = reference.beta_activation_backward(dbeta, raw, options.allow_neg_eigval)
     if dinitial is not None and state_v_first:
         dinitial = dinitial.mT
     gradients = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
     return [
         gradient.view(operand.shape).to(operand.dtype) if wanted and operand is not None else None
-        for gradient, operand, wanted in zip(gradients, operands, needed, strict=True)
+        for gradient, operand, wanted in zip(gradients, differentiable, needed, strict=True)
     ]
 
 

@@ -5,35 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..operands import Operands, Options
 from . import recurrent
 from .compile import kernel
-from .launch import ALIGNMENT, DTYPES, HEAD_DIMS, dtype_name, gate_rows, tiles
+from .launch import ALIGNMENT, HEAD_DIMS, activation_flags, dtype_name, gate_rows, operand_refusals, tiles
 
 
 def refusals(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    operands: Operands,
     *,
-    initial_state: Tensor | None = None,
     state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
     inplace_final_state: bool = False,
     out: Tensor | None = None,
-    **flags,
 ) -> list[str]:
-    """Reasons why the kernel cannot run this call; none: it can. Shapes are taken as already validated.
+    """Reasons why the kernel cannot run this call; none: it can. The device fits, and shapes are validated.
 
     States that are written in place or picked from a pool, and ``out``, are used where they lie: never copied.
     """
-    reasons = []
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            reasons.append(f"{name}: the kernels need bfloat16 or float16, the same for q, k and v, got {tensor.dtype}")
-    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if size not in HEAD_DIMS:
-            reasons.append(f"{name}: the kernels need a head dimension of 64 or 128, got {size}")
+    reasons, initial_state = operand_refusals(operands), operands.initial_state
     if initial_state is not None and (inplace_final_state or state_indices is not None):
         if initial_state.dtype != torch.float32:
             reasons.append(f"initial_state: a pool must be float32 for the kernels, got {initial_state.dtype}")
@@ -56,23 +46,9 @@ def out_refusals(out: Tensor) -> list[str]:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    operands: Operands,
+    options: Options,
     *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm: bool,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     inplace_final_state: bool = False,
@@ -82,6 +58,8 @@ def forward(
 
     One launch on the current stream; nothing waits for the device, nothing is read back from it.
     """
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, _ = operands
+    state_v_first = options.state_v_first
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -92,7 +70,7 @@ def forward(
         initial = initial if _vectors(initial) else initial.contiguous()
     if inplace_final_state:
         final = initial
-    elif output_final_state:
+    elif options.output_final_state:
         final = torch.empty((N, HV, V, K) if state_v_first else (N, HV, K, V), device=q.device, dtype=torch.float32)
     else:
         final = None
@@ -104,11 +82,7 @@ def forward(
     no_state = nothing.as_strided((1, HV, *((V, K) if state_v_first else (K, V))), (0, 0, 0, 1))
     no_int = nothing.view(torch.int32)
     flags = (
-        recurrent.USE_GATE * use_gate
-        + recurrent.HAS_DT_BIAS * (use_gate and dt_bias is not None)
-        + recurrent.BETA_SIGMOID * use_beta_sigmoid
-        + recurrent.NEG_EIGVAL * allow_neg_eigval
-        + recurrent.L2NORM * use_qk_l2norm
+        activation_flags(operands, options)
         + recurrent.G_IS_BF16 * (g.dtype == torch.bfloat16)
         + recurrent.BETA_IS_BF16 * (beta.dtype == torch.bfloat16)
         + recurrent.HAS_INITIAL * (initial is not None)
@@ -130,7 +104,7 @@ def forward(
             no_state if initial is None else initial,
             no_state if final is None else final,
             o.as_strided((B * T, HV, V), (o.stride(1), o.stride(2), 1)),
-            float(scale),
+            float(options.scale),
             flags,
             T if cu_seqlens is None else 0,
             N,

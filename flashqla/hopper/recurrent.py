@@ -12,7 +12,7 @@ Inputs
     has_state    [N]                  uint8, read with `HAS_MASK`: 0: the sequence starts from zeros
     initial      [slots, HV, K, V]    fp32; the last dimension is contiguous, other strides of 16-byte multiples;
                                       [slots, HV, V, K] in the V-first variant; read with `HAS_INITIAL`
-    scale        fp32;  flags  int32, a sum of the flags below;  tokens  int32: of every sequence, 0: see cu_seqlens
+    scale        fp32;  flags  int32, a sum (see below);  tokens  int32: of every sequence, 0: see cu_seqlens
 Outputs
     o            [T, HV, V]           dtype of q; 0 for skipped sequences and past cu_seqlens[-1]
     final        [slots, HV, K, V]    as initial, and may be initial; written with `WRITE_FINAL`, at the slot of the
@@ -31,20 +31,17 @@ The next token is loaded while one is computed. Each element of S is loaded and 
 `final` may be `initial`.
 """
 
-import tilelang
 import tilelang.language as T
 
+from .gated_inverse import BETA_SIGMOID, HAS_DT_BIAS, L2NORM, NEG_EIGVAL, USE_GATE
+from .pieces import EPSILON, PASS_CONFIGS, head_of_block
+
+__all__ = ["PASS_CONFIGS", "build"]
 BLOCK_DV = 32  # value columns of a CTA
 THREADS = 128
-EPSILON = 1e-6  # of eq. 2.4
 LOG2_E = 1.4426950408889634
 
-# bits of `flags`; the first five as in gated_inverse
-USE_GATE = 1
-HAS_DT_BIAS = 2
-BETA_SIGMOID = 4
-NEG_EIGVAL = 8
-L2NORM = 16
+# bits of `flags`, beside the five of gated_inverse above
 G_IS_BF16 = 32
 BETA_IS_BF16 = 64
 HAS_INITIAL = 128
@@ -52,13 +49,6 @@ WRITE_FINAL = 256
 HAS_INDICES = 512
 FINAL_AT_SLOT = 1024
 HAS_MASK = 2048
-
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the one barrier a token is below
-    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # every index below is in range
-}
 
 
 def ctas_per_sm(dtype: str, head_dim_k: int, state_v_first: bool) -> int:
@@ -226,10 +216,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             length = T.alloc_var(i32)
             slot = T.alloc_var(i32)
             i_v = T.alloc_var(i32)
-            i_n = T.truncdiv(block, HV * blocks)
-            i_h = T.truncdiv(block - i_n * (HV * blocks), blocks)
-            i_v = block - i_n * (HV * blocks) - i_h * blocks
-            i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
+            head_of_block(block, H, HV, blocks, 1, i_n, i_h, i_k, i_v)
             slot = i_n
             if flags & HAS_INDICES != 0:
                 slot = indices[i_n]

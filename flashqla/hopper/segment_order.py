@@ -21,8 +21,9 @@ Grid: one CTA of 512 threads, a segment and head each. The routine is CUDA, in s
 
 import tilelang.language as T
 
-from .chunk_forward import CHUNK_SIZE, PASS_CONFIGS, SEGMENTS  # noqa: F401
+from .pieces import CHUNK_SIZE, PASS_CONFIGS, SEGMENTS
 
+__all__ = ["PASS_CONFIGS", "build"]
 THREADS = 512
 
 

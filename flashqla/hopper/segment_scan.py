@@ -22,8 +22,9 @@ from pathlib import Path
 
 import tilelang.language as T
 
-from .chunk_forward import PASS_CONFIGS  # noqa: F401
+from .pieces import PASS_CONFIGS
 
+__all__ = ["PASS_CONFIGS", "build"]
 THREADS = 128
 ROWS = 16  # state columns of a CTA
 STAGES = 4

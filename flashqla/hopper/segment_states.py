@@ -31,8 +31,23 @@ Registers (setmaxnreg): chain 216, producers 40.
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from .chunk_forward import CHUNK_SIZE, FRAME, LANES, PASS_CONFIGS, ROWS, SEGMENTS, transposed  # noqa: F401
+from .pieces import (
+    CHUNK_SIZE,
+    FRAME,
+    LANES,
+    PASS_CONFIGS,
+    ROWS,
+    SEGMENTS,
+    arrive,
+    fetch_stage,
+    first_chunk,
+    load_stage,
+    segment_of_item,
+    transposed,
+    wgmma,
+)
 
+__all__ = ["PASS_CONFIGS", "build"]
 STAGES = 3
 
 # rows of the factors of a chunk, eq. 8.1 and 8.7, and its scalars
@@ -57,18 +72,10 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
     k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head", i64)
     initial_n, initial_h, initial_k, initial_v = T.dynamic("initial_n, initial_h, initial_k, initial_v", i64)
 
-    def wgmma(A, B, accumulator, **options):
-        return T.wgmma_gemm(A, B, accumulator, policy=T.GemmWarpPolicy.FullRow, **options)
-
     @T.macro
-    def load_values(i, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared):
+    def load_values(i, V, f, special, is_transition, v_shared, factors_shared):
         if is_transition == 0:
-            if i % ST == 0:
-                T.copy(v0_shared, V)
-            elif i % ST == 1:
-                T.copy(v1_shared, V)
-            else:
-                T.copy(v2_shared, V)
+            load_stage(i, v_shared, V)
         T.copy(factors_shared[i % ST, VALUE, :], f)
         special[0] = factors_shared[i % ST, SCALARS, SPECIAL]
 
@@ -101,12 +108,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
         wgmma(U_operand, k_shared[i % ST, :, :], S)
         T.wait_wgmma(0)
 
-    @T.macro
-    def release(i, free, lane):
-        T.sync_warp()
-        if lane < LANES:
-            T.barrier_arrive(free[i % ST])
-
     @T.prim_func
     def segment_states(
         k: T.StridedTensor((num_tokens, H, DK), (k_token, k_head, 1), dtype),
@@ -130,6 +131,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
             v0_shared = T.alloc_shared((C, BV), dtype)
             v1_shared = T.alloc_shared((C, BV), dtype)
             v2_shared = T.alloc_shared((C, BV), dtype)
+            v_shared = (v0_shared, v1_shared, v2_shared)
             a_shared = T.alloc_shared((ST, C, C), dtype)
             factors_shared = T.alloc_shared((ST, 4, C), f32, scope="shared")
 
@@ -153,10 +155,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
 
             full = T.alloc_barrier(arrive_count=[64] * ST)
             free = T.alloc_barrier(arrive_count=[4 * LANES] * ST)
-            T.annotate_layout(
-                {V: transposed(BV, C)}
-                | {b: make_full_bank_swizzled_layout(b) for b in (v0_shared, v1_shared, v2_shared)}
-            )
+            T.annotate_layout({V: transposed(BV, C)} | {b: make_full_bank_swizzled_layout(b) for b in v_shared})
 
             thread = T.get_thread_binding()
             lane = thread % 32
@@ -184,16 +183,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                 item = T.truncdiv(item, HV)
                 i_h = i_h - item * HV
                 i_k = T.truncdiv(i_h, T.truncdiv(HV, H))
-                i_n = item
-                segment = 0
-                if item >= N:
-                    i_n = T.call_extern(
-                        i32, "segments::owner", T.address_of(cu_seqlens[0]), N, segment_chunks * C, item - N
-                    )
-                    segment = item - N - T.truncdiv(cu_seqlens[i_n], segment_chunks * C) + 1
-                start = cu_seqlens[i_n]
-                slot = T.min(i_n, start)
-                slot = slot + T.truncdiv(start - slot, C) + segment * segment_chunks
+                segment_of_item(item, N, cu_seqlens, segment_chunks, i_n, segment)
+                first_chunk(i_n, segment, cu_seqlens, segment_chunks, start, slot)
                 start = start + segment * (segment_chunks * C)
                 n = needed[item, i_h]
                 gamma[0] = decays[item, i_h]
@@ -219,7 +210,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                     else:
                         T.clear(S)
                     T.barrier_wait(full[0], 0)
-                    load_values(0, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared)
+                    load_values(0, V, f, special, is_transition, v_shared, factors_shared)
                     start_chunk(0, S, S_operand, U, k_shared)
                     T.wait_wgmma(0)
                     for i in T.serial(n - 1):
@@ -233,10 +224,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                             T.barrier_wait(full[(i + 1) % ST], ((i + 1) // ST) % 2)
                             T.wait_wgmma(0)
                             start_chunk(i + 1, S, S_operand, U, k_shared)
-                        release(i, free, lane)
-                        load_values(
-                            i + 1, V, f, special, is_transition, v0_shared, v1_shared, v2_shared, factors_shared
-                        )
+                        arrive(free, i % ST, lane)
+                        load_values(i + 1, V, f, special, is_transition, v_shared, factors_shared)
                         T.wait_wgmma(0)
                     if special[0] != 0:
                         special_chunk(n - 1, S, U, W, U_operand, V, f, decay, k_shared, a_shared, factors_shared)
@@ -264,12 +253,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128)
                             T.tma_copy(k[t : t + C, i_k, 0:DK], k_shared[st, :, :], barrier=full[st])
                             T.tma_copy(a[slot + i, i_h, 0:C, 0:C], a_shared[st, :, :], barrier=full[st])
                             if is_transition == 0:
-                                if st == 0:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v0_shared, barrier=full[st])
-                                elif st == 1:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v1_shared, barrier=full[st])
-                                else:
-                                    T.tma_copy(v[t : t + C, i_h, column : column + BV], v2_shared, barrier=full[st])
+                                fetch_stage(st, v[t : t + C, i_h, column : column + BV], v_shared, full, st)
                             T.barrier_arrive(full[st])
                     elif thread < 128 + 64:  # factors, eq. 8.1
                         log_c[0] = 0.0

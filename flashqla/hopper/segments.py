@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunk_forward import CHUNK_SIZE, NO_SEGMENTS
 from .compile import kernel
+from .pieces import CHUNK_SIZE, NO_SEGMENTS
 
 
 class Segments(NamedTuple):

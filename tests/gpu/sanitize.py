@@ -11,8 +11,8 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 CASE = """
 import sys
 import torch
-from flashqla.hopper import chunk_forward
-chunk_forward.LANES = int(sys.argv[1])
+from flashqla.hopper import pieces
+pieces.LANES = int(sys.argv[1])
 from flashqla import chunk_gated_delta_rule, testing
 for heads, lengths, gate in (((2, 4), (65, 0, 1, 130), None), ((1, 1), (200,), -5.0), ((2, 8), (64, 3), 0.0)):
     made = testing.inputs(1, sum(lengths) + 5, *heads, 128, 128, lengths=lengths, gate=gate, dtype=torch.bfloat16,

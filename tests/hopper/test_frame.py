@@ -11,7 +11,7 @@ import flashqla
 from flashqla import reference
 
 C = 64
-FRAME = 60.0  # as flashqla.hopper.chunk_forward, which cannot be imported without tilelang
+FRAME = 60.0  # as flashqla.hopper.pieces, which cannot be imported without tilelang
 
 
 def in_frames(q, k, v, g, beta, scale, state, l2norm, frame=FRAME):
@@ -79,6 +79,6 @@ def test_frames_equal_the_reference(gates, l2norm):
 def test_both_kernels_and_this_file_have_the_same_frame():
     """`gated_inverse` leaves out the gates of exactly those chunks that `chunk_forward` takes without gates."""
     folder = Path(flashqla.__file__).parent / "hopper"
-    chain = re.search(r"^FRAME = ([0-9.]+)", (folder / "chunk_forward.py").read_text(), re.MULTILINE)
+    chain = re.search(r"^FRAME = ([0-9.]+)", (folder / "pieces.py").read_text(), re.MULTILINE)
     inverse = re.search(r"constexpr float FRAME = ([0-9.]+)f;", (folder / "gated_inverse.cuh").read_text())
     assert float(chain[1]) == float(inverse[1]) == FRAME

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from flashqla.hopper import launch_recurrent
+from flashqla.operands import Operands
 
 HEADS = 4
 
 
-def tensors(dtype=torch.bfloat16, head_dim=128):
-    q = torch.zeros(3, 1, 2, head_dim, dtype=dtype)
-    return q, q, torch.zeros(3, 1, HEADS, head_dim, dtype=dtype), torch.zeros(3, 1, HEADS), torch.zeros(3, 1, HEADS)
+def refusals(dtype=torch.bfloat16, head_dim=128, initial_state=None, **extras):
+    q, v = torch.zeros(3, 1, 2, head_dim, dtype=dtype), torch.zeros(3, 1, HEADS, head_dim, dtype=dtype)
+    gate = torch.zeros(3, 1, HEADS)
+    return launch_recurrent.refusals(Operands(q, q, v, gate, gate, None, None, initial_state, None, None), **extras)
 
 
 def pool(rows=128, columns=128, dtype=torch.float32):
@@ -31,7 +33,7 @@ GOOD = {
 
 @pytest.mark.parametrize("case", GOOD)
 def test_taken(case):
-    assert launch_recurrent.refusals(*tensors(), **GOOD[case]) == []
+    assert refusals(**GOOD[case]) == []
 
 
 BAD = {
@@ -47,10 +49,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_refused(case):
     changes, says = BAD[case]
-    (reason,) = launch_recurrent.refusals(*tensors(), inplace_final_state="initial_state" in changes, **changes)
+    (reason,) = refusals(inplace_final_state="initial_state" in changes, **changes)
     assert says in reason
 
 
 def test_dtypes_and_sizes():
-    reasons = launch_recurrent.refusals(*tensors(torch.float32, 96))
+    reasons = refusals(torch.float32, 96)
     assert len(reasons) == 5 and all("need" in reason for reason in reasons)
