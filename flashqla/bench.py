@@ -159,10 +159,16 @@ def report_on_gpu(direction: str, rows: Sequence[dict[str, Any]], peers: Sequenc
     for (name, why), where in missing.items():
         print(f"{name} has no time for {', '.join(where)}: {why}")
     for name in names:
+        if waiting := [row["name"] for row in rows if name in row["eager"]]:
+            print(
+                f"{name} cannot be captured in a CUDA graph for {', '.join(waiting)}: times of its launches one by one"
+            )
         errors = [error for row in rows for error in row["error"].get(name, {}).values()]
         if errors:
             worst = "not finite" if None in errors else f"{max(errors):.1e}"
             print(f"{name}: relative L2 against float64 at most {worst}")
+        if peaks := [f"{row['name']} {row['peak_mib'][name]:.0f}" for row in rows if name in row["peak_mib"]]:
+            print(f"{name}: MiB of memory beyond the inputs: {', '.join(peaks)}")
     labels = {"plan reused": f"{OURS}, plan reused", "plan made": f"{OURS}, plan made"}
     labels |= {name: name for name in peers}
     for label, shown in labels.items():

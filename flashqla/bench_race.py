@@ -129,16 +129,15 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def captured(call: Callable[[], Any]) -> Replay:
-    """Several calls as one CUDA graph, so that no time of the host is measured; about `REPLAY_MS` a replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    """Several calls as one CUDA graph, so that no time of the host is measured; about `REPLAY_MS` a replay.
+
+    Captured on the current stream, which must not be the default one: a backward runs on the stream of its forward.
+    """
+    for _ in range(3):
+        call()
     calls = min(20, max(3, round(REPLAY_MS / milliseconds(call))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(calls):
             call()
     graph.replay()
@@ -177,19 +176,34 @@ def host_us(run: Callable[[], Any], repetitions: int = 50) -> float:
 # -------------------------------------------------------------------------------------------------------------- one row
 
 
+def replay_of(call: Callable[[], Any]) -> tuple[Replay, str]:
+    """A graph of the call; where it cannot be captured, the call itself, and why."""
+    try:
+        return captured(call), ""
+    except Exception as error:  # it waits for the GPU, for one
+        torch.cuda.synchronize()
+        return Replay(call, 1, milliseconds(call)), reason(error)
+
+
 def measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]) -> dict[str, Any]:
     """One row as JSON: errors, then times (median, and 10th and 90th percentile) of those who are right.
 
+    `eager` says whose calls could not be captured, and why: their times are those of the host where it is slower.
     `skipped` says why a contender has no time, `first_call_s` how long its first call took (import and compilation,
-    where this row is the first to need them), `host_us` what a call costs the host: ours with a plan and without, and
-    each peer's.
+    where this row is the first to need them), `peak_mib` what memory a call needs beyond its inputs, `host_us` what a
+    call costs the host: ours with a plan and without, and each peer's.
     """
-    if direction != "forward":
-        made = made.requires_grad()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        return _measure(row, made if direction == "forward" else made.requires_grad(), direction, peers)
+
+
+def _measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]) -> dict[str, Any]:
     measured = {"pass": direction, "name": row.name, "hk": row.heads, "hv": row.value_heads}
     measured |= {"seqlens": list(row.lengths), "floor_ms": row.floor_ms(direction)}
-    tables = ("time_ms", "spread_ms", "error", "skipped", "first_call_s", "host_us")
-    times, spread, errors, skipped, first_call, host = (measured.setdefault(name, {}) for name in tables)
+    tables = ("time_ms", "spread_ms", "error", "skipped", "eager", "first_call_s", "host_us", "peak_mib")
+    times, spread, errors, skipped, eager, first_call, host, peak = (measured.setdefault(name, {}) for name in tables)
     calls, found, replays = {}, {}, {}
     with torch.set_grad_enabled(direction != "forward"):
         for name in (OURS, *peers):
@@ -200,8 +214,11 @@ def measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]
                 torch.cuda.synchronize()
                 first_call[name] = time.perf_counter() - start
                 leave_nan(made)
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 found[name] = calls[name]()
                 torch.cuda.synchronize()
+                peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             except Exception as error:  # whatever a rival raises, the others go on
                 skipped[name] = reason(error)
         for name, errors_found in errors_of(row, made, direction, found).items():
@@ -212,10 +229,9 @@ def measure(row: Row, made: testing.Inputs, direction: str, peers: Sequence[str]
         for name, call in calls.items():
             if name in skipped:
                 continue
-            try:
-                replays[name] = captured(call) if direction == "forward" else Replay(call, 1, milliseconds(call))
-            except Exception as error:
-                skipped[name] = reason(error)
+            replays[name], why = replay_of(call)
+            if why:
+                eager[name] = why
         for name, samples in race(replays).items():
             times[name] = statistics.median(samples)
             deciles = statistics.quantiles(samples, n=10)

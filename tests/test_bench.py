@@ -63,6 +63,11 @@ def fake_gpu(monkeypatch):
     """Events and graphs of the host; the contenders are given by name, and "right" ones are the reference."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    stream = types.SimpleNamespace(wait_stream=lambda _: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": contextlib.nullcontext}
+    fakes |= {"reset_peak_memory_stats": lambda: None, "memory_allocated": lambda: 2**20}
+    for name, fake in (fakes | {"max_memory_allocated": lambda: 3 * 2**20}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(bench_race, "captured", lambda call: bench_race.Replay(call, 1, 300.0))
     contenders = {OURS: exact, "fla": exact, "flash_qla": raising, "flashinfer": spoiled(lambda o: 1.01 * o)}
     monkeypatch.setattr(bench_race, "CONTENDERS", contenders)
@@ -222,12 +227,14 @@ def test_measure_times_only_who_is_right(fake_gpu):
     }
     assert set(row["error"]) == set(row["first_call_s"]) == {OURS, "fla", "flashinfer"}
     assert set(row["host_us"]) == {"plan reused", "plan made", "fla"}
+    assert row["peak_mib"] == dict.fromkeys((OURS, "fla", "flashinfer"), 2.0)
+    assert not row["eager"]
     low, high = row["spread_ms"][OURS]
     assert low <= row["time_ms"][OURS] <= high
     json.dumps(row, allow_nan=False)
 
 
-def test_measure_survives_nan_capture_and_a_missing_package(fake_gpu, monkeypatch):
+def test_measure_survives_nan_no_capture_and_a_missing_package(fake_gpu, monkeypatch):
     def capture(call):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -235,11 +242,11 @@ def test_measure_survives_nan_capture_and_a_missing_package(fake_gpu, monkeypatc
     monkeypatch.setitem(sys.modules, "flash_qla", None)
     monkeypatch.setattr(bench_race, "captured", capture)
     row = bench_race.measure(SMALL, inputs(), "forward", ["fla", "flash_qla"])
-    assert not row["time_ms"]
+    assert set(row["time_ms"]) == {OURS}
     assert row["error"]["fla"]["o"] is None
     assert "nan" in row["skipped"]["fla"]
     assert row["skipped"]["flash_qla"].startswith("ModuleNotFoundError")
-    assert "capturing" in row["skipped"][OURS]
+    assert "capturing" in row["eager"][OURS]
     json.dumps(row, allow_nan=False)
 
 
@@ -258,7 +265,7 @@ def test_a_graph_holds_several_calls(ms, calls, monkeypatch):
     stream = types.SimpleNamespace(wait_stream=lambda _: None)
     graph = types.SimpleNamespace(replay=lambda: None)
     fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph}
-    fakes |= dict.fromkeys(("stream", "graph"), contextlib.nullcontext)
+    fakes |= {"stream": contextlib.nullcontext, "graph": lambda graph, stream: contextlib.nullcontext()}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(bench_race, "milliseconds", lambda run: ms)

@@ -215,7 +215,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                     T.set_max_nreg(24, 0)
                     if thread < scores_threads + 32:
                         state.loads(
-                            own + warm, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v_shared, a_shared, full, free,
+                            own + warm, start, length, slot, i_k, i_h, v_start, k, v, a, k_shared, v_shared,
+                            a_shared, full, free,
                         )  # fmt: skip
                     elif thread < scores_threads + 64:
                         state.factors(

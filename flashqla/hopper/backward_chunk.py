@@ -3,10 +3,10 @@
 Inputs
     q, k         [T, H, K]             bf16 or fp16, K in {64, 128}; token and head strides of 16-byte multiples, last 1
     do           [T, HV, V]            dtype of q, V in {64, 128}; strides likewise
-    dv           [T, HV, V]            dtype of q, of `backward_adjoint`
-    values       [slots, HV, 64, V]    dtype of q: U, of `backward_state`
-    states       [slots, HV, V, K]     dtype of q: S^T / c at the start of each chunk, of `backward_state`
-    dstates      [slots, HV, V, K]     dtype of q: dS'^T / d at its end, of `backward_adjoint`
+    dv           [T, HV, V]            dtype of q, of `backward_chains`
+    values       [slots, HV, 64, V]    dtype of q: U, of `backward_chains`
+    states       [slots, HV, V, K]     dtype of q: S^T / c at the start of each chunk, of `backward_chains`
+    dstates      [slots, HV, V, K]     dtype of q: dS'^T / d at its end, of `backward_chains`
     frames       [slots, HV, 2]        fp32: c, d
     chunks       [slots, 2]            int32: first token, number of tokens (0: nothing to do)
     gates        [slots, HV, 2, 64]    fp32: G, log2 r
@@ -30,11 +30,12 @@ Grid: `num_ctas` CTAs walk the items, key heads fastest, then slots. An item is 
 its value heads and sums dQ and dK in registers, always in the same order.
 Warpgroups, and what they wait for
     rows (2)  dQ, and the part of dK from keys that read, as one product of 128 rows: [dO; dV] U^T, gated to [D; N],
-              then [dO; dV] S^T + [D; N] K.                Waits: tiles, `factors_full`, `scores_free`
-    write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>.   Waits: tiles, `factors_full`, `scores_full`
+              then [dO; dV] S^T + [D; N] K. Waits: tiles, `item_full`, `factors_full`, `scores_free`; at the end of an
+              item `scores_read`, to leave the keys' sum where D and N were.
+    write     n = U dS'^T + D^T Q + N^T K, and <S, dS'>. Waits: tiles, `factors_full`, `scores_full`; `sums_full`.
     producers  one warp for TMA loads (`*_free`), one that prepares the factors of a value head and turns the row sums
-              of the one before into dg and dbeta (`rows_full`), one that clears the padding: backward_rows.py has
-              what these two do.
+              of the one before into dg and dbeta (`rows_full`), two that prepare those of an item (`pair_full`) and
+              clear the padding: backward_rows.py has what these three do.
 Shared memory, K = V = 128: Q, K of two items (64 KB), dO, dV (16 KB each), U of two value heads (32 KB), S, dS' (32 KB
 each), [D; N] 16 KB, rows 13 KB: 221 KB.
 Registers (setmaxnreg): 160, producers 32.
@@ -59,9 +60,10 @@ from .backward_rows import (
     clear_padding,
     finish_head,
     head_factors,
+    item_rows,
 )
 from .gated_inverse import L2NORM
-from .pieces import CHUNK_SIZE, EPSILON, LANES, PASS_CONFIGS, arrive, wgmma
+from .pieces import CHUNK_SIZE, LANES, PASS_CONFIGS, arrive, wgmma
 
 __all__ = ["PASS_CONFIGS", "build"]
 
@@ -83,12 +85,12 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
 
     @T.macro
     def row_dots(X, rows, first, pairs_shared, product, dots):
-        """dots_i = <X_i, x_i>, a quarter of the columns at a time for want of registers."""
+        """dots_i = <X_i, x_i>, an eighth of the columns at a time for want of registers."""
         T.clear(product)
-        for j in T.unroll(4):
-            for r, c in T.Parallel(rows, DK // 4):
-                product[r, c] += X[r, j * (DK // 4) + c] * T.cast(
-                    pairs_shared[first + r // C, r % C, j * (DK // 4) + c], f32
+        for j in T.unroll(8):
+            for r, c in T.Parallel(rows, DK // 8):
+                product[r, c] += X[r, j * (DK // 8) + c] * T.cast(
+                    pairs_shared[first + r // C, r % C, j * (DK // 8) + c], f32
                 )
         T.reduce_sum(product, dots, dim=1)
 
@@ -133,7 +135,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             X_grad = T.alloc_fragment((2 * C, DK), f32)
             D = T.alloc_fragment((2 * C, C), f32)
             D_rounded = T.alloc_fragment((2 * C, C), dtype)
-            X_product = T.alloc_fragment((2 * C, DK // 4), f32)
+            X_product = T.alloc_fragment((2 * C, DK // 8), f32)
             X_dots = T.alloc_fragment((2 * C,), f32)
             X_along = T.alloc_fragment((2 * C,), f32)
             diagonal = T.alloc_fragment((2 * C,), f32)
@@ -142,18 +144,15 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             W_sum = T.alloc_fragment((C, DK), f32)
             W_grad = T.alloc_fragment((C, DK), f32)
             trace = T.alloc_fragment((C, C), f32)
-            W_product = T.alloc_fragment((C, DK // 4), f32)
+            W_product = T.alloc_fragment((C, DK // 8), f32)
             W_dots = T.alloc_fragment((C,), f32)
             W_along = T.alloc_fragment((C,), f32)
-            left = T.alloc_local((8,), dtype)
-            right = T.alloc_local((8,), dtype)
-            square = T.alloc_local((1,), f32)
-            dot = T.alloc_local((1,), f32)
             where = T.alloc_local((2,), i32)
             ahead = T.alloc_local((2,), i32)
 
             # `pair_full[2]` is where the last, ragged chunk of a sequence lands before its end is zeroed.
             pair_full = T.alloc_barrier(arrive_count=[32, 32, 32])
+            item_full = T.alloc_barrier(arrive_count=[64] * 2)
             pair_free = T.alloc_barrier(arrive_count=[12 * LANES] * 2)
             x_full = T.alloc_barrier(arrive_count=[32])
             x_free = T.alloc_barrier(arrive_count=[8 * LANES])
@@ -165,6 +164,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             ds_free = T.alloc_barrier(arrive_count=[4 * LANES])
             scores_full = T.alloc_barrier(arrive_count=[8 * LANES])
             scores_free = T.alloc_barrier(arrive_count=[4 * LANES])
+            scores_read = T.alloc_barrier(arrive_count=[4 * LANES])
+            sums_full = T.alloc_barrier(arrive_count=[8 * LANES])
             factors_full = T.alloc_barrier(arrive_count=[32] * 2)
             rows_full = T.alloc_barrier(arrive_count=[12 * LANES] * 2)
 
@@ -177,8 +178,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             x = T.alloc_var(i32)  # value heads so far, for parities
             y = T.alloc_var(i32)  # items so far
             ragged = T.alloc_var(i32)  # of them
-            row = T.alloc_var(i32)
-            half = T.alloc_var(i32)
             last = T.alloc_var(i32)
             group = T.truncdiv(HV, H)
             items = slots * H
@@ -193,8 +192,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
 
             if thread < 256:  # rows
                 T.set_max_nreg(160, 1)
-                row = T.truncdiv(thread, 2)
-                half = thread % 2
                 while item < items:
                     ahead[0] = 0
                     ahead[1] = 0
@@ -204,29 +201,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         b = y % 2
                         i_k = item % H
                         T.barrier_wait(pair_full[b], (y // 2) % 2)
-                        # eq. 2.4 for the query of each row, two threads a row; the keys' rows take 1
-                        square[0] = 0.0
-                        dot[0] = 0.0
-                        for j in T.serial(DK // 16):
-                            for e in T.vectorized(8):
-                                left[e] = pairs_shared[2 * b, row % C, half * (DK // 2) + j * 8 + e]
-                            for e in T.vectorized(8):
-                                right[e] = pairs_shared[2 * b + 1, row % C, half * (DK // 2) + j * 8 + e]
-                            for e in T.unroll(8):
-                                square[0] += T.cast(left[e], f32) * T.cast(left[e], f32)
-                                dot[0] += T.cast(left[e], f32) * T.cast(right[e], f32)
-                        square[0] += T.shfl_xor(square[0], 1)
-                        dot[0] += T.shfl_xor(dot[0], 1)
-                        if half == 0:
-                            item_shared[b, E, row] = scale
-                            item_shared[b, NORM, row] = 0.0
-                            item_shared[b, QK, row] = dot[0]
-                            if T.bitwise_and(flags, L2NORM) != 0:
-                                item_shared[b, E, row] = scale * T.rsqrt(square[0] + EPSILON)
-                                item_shared[b, NORM, row] = 1.0 / (square[0] + EPSILON)
-                            if row >= C:
-                                item_shared[b, E, row] = 1.0
-                        T.sync_threads(1, 256)
+                        T.barrier_wait(item_full[b], (y // 2) % 2)
                         T.clear(X_sum)
                         T.clear(X_along)
                         T.clear(diagonal)
@@ -285,17 +260,13 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         for r in T.Parallel(2 * C):
                             if r < C:
                                 item_shared[b, DIAGONAL, r] = diagonal[r]
-                        T.sync_threads(3, 384)  # D and N have been read, and the diagonal is there for `write`
+                        # The sum of the keys' rows goes to `write`, through the memory of D and N.
+                        T.barrier_wait(scores_read[0], y % 2)
                         for j in T.unroll(DK // C):
-                            # The sum of the keys' rows goes to `write`, as high and low halves.
                             for r, c in T.Parallel(2 * C, C):
                                 if r >= C:
-                                    d_shared[r - C, c] = T.cast(X_sum[r, j * C + c], dtype)
-                                    d_shared[r, c] = T.cast(
-                                        X_sum[r, j * C + c] - T.cast(T.cast(X_sum[r, j * C + c], dtype), f32), dtype
-                                    )
-                            T.sync_threads(2, 384)
-                            T.sync_threads(3, 384)
+                                    d_shared[r - C + j * C, c] = T.cast(X_sum[r, j * C + c], dtype)
+                        arrive(sums_full, 0, lane)  # and the diagonal
                         for r in T.Parallel(2 * C):
                             X_along[r] = item_shared[b, NORM, r] * (X_along[r] + diagonal[r] * item_shared[b, QK, r])
                         for r, c in T.Parallel(2 * C, DK):
@@ -359,6 +330,8 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                             T.wait_wgmma(0)
                             if h < group - 1:
                                 arrive(scores_free, 0, lane)
+                            else:
+                                arrive(scores_read, 0, lane)
                             row_dots(W_grad, C, 2 * b + 1, pairs_shared, W_product, W_dots)
                             for r in T.Parallel(C):
                                 rows_shared[p, DOT_WRITE, r] = W_dots[r]
@@ -374,23 +347,21 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                     )
                             arrive(rows_full, p, lane)
                             x += 1
-                        T.sync_threads(3, 384)  # the diagonal of D is in, too
+                        T.barrier_wait(sums_full[0], y % 2)
                         for j in T.unroll(DK // C):
-                            T.sync_threads(2, 384)
                             for r, c in T.Parallel(C, C):
-                                W_sum[r, j * C + c] += T.cast(d_shared[r, c], f32) + T.cast(d_shared[C + r, c], f32)
-                            T.sync_threads(3, 384)
+                                W_sum[r, j * C + c] += T.cast(d_shared[j * C + r, c], f32)
                         arrive(scores_free, 0, lane)
                         row_dots(W_sum, C, 2 * b + 1, pairs_shared, W_product, W_dots)
                         for r in T.Parallel(C):
                             W_along[r] *= W_dots[r] + item_shared[b, DIAGONAL, r] * item_shared[b, QK, r]
                         for r, c in T.Parallel(C, DK):
+                            W_sum[r, c] += item_shared[b, DIAGONAL, r] * T.cast(
+                                pairs_shared[2 * b, r, c], f32
+                            ) - W_along[r] * T.cast(pairs_shared[2 * b + 1, r, c], f32)
+                        for r, c in T.Parallel(C, DK):
                             if r < where[1]:
-                                dk[where[0] + r, i_k, c] = (
-                                    W_sum[r, c]
-                                    + item_shared[b, DIAGONAL, r] * T.cast(pairs_shared[2 * b, r, c], f32)
-                                    - W_along[r] * T.cast(pairs_shared[2 * b + 1, r, c], f32)
-                                )
+                                dk[where[0] + r, i_k, c] = W_sum[r, c]
                         arrive(pair_free, b, lane)
                         y += 1
                     where[0] = ahead[0]
@@ -434,6 +405,9 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                 T.barrier_wait(u_free[x % 2], (x // 2 + 1) % 2)
                                 T.tma_copy(values[slot, i_h, 0:C, 0:DV], u_shared[x % 2, :, :], barrier=u_full[x % 2])
                                 T.barrier_arrive(u_full[x % 2])
+                                T.barrier_wait(ds_free[0], (x + 1) % 2)
+                                T.tma_copy(dstates[slot, i_h, 0:DV, 0:DK], ds_shared, barrier=ds_full[0])
+                                T.barrier_arrive(ds_full[0])
                                 T.barrier_wait(x_free[0], (x + 1) % 2)
                                 for j in T.unroll(DV // 64):  # a panel of 64 columns, 128 bytes, at a time
                                     T.tma_copy(
@@ -447,9 +421,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                                         barrier=x_full[0],
                                     )
                                 T.barrier_arrive(x_full[0])
-                                T.barrier_wait(ds_free[0], (x + 1) % 2)
-                                T.tma_copy(dstates[slot, i_h, 0:DV, 0:DK], ds_shared, barrier=ds_full[0])
-                                T.barrier_arrive(ds_full[0])
                                 T.barrier_wait(s_free[0], (x + 1) % 2)
                                 T.tma_copy(states[slot, i_h, 0:DV, 0:DK], s_shared, barrier=s_full[0])
                                 T.barrier_arrive(s_full[0])
@@ -479,7 +450,17 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                         item += num_ctas
                     if x > 0:
                         finish_head(x - 1, last, ahead, lane, flags, beta, rows_shared, rows_full, dg, dbeta)
-                elif thread < 480:  # padding
-                    clear_padding(block, num_ctas, lane, cu_seqlens, dq, dk, dg, dbeta)
+                else:  # half of an item's rows each; then the padding
+                    while item < items:
+                        item_of(item, H, chunks, where)
+                        if where[1] > 0:
+                            b = y % 2
+                            T.barrier_wait(pair_full[b], (y // 2) % 2)
+                            item_rows(b, thread - 448, scale, flags, pairs_shared, item_shared)
+                            T.barrier_arrive(item_full[b])
+                            y += 1
+                        item += num_ctas
+                    if thread < 480:
+                        clear_padding(block, num_ctas, lane, cu_seqlens, dq, dk, dg, dbeta)
 
     return backward_chunk

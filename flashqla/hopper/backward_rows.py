@@ -1,8 +1,8 @@
 """Numbers a row in `backward_chunk`: their table, the factors at the beginning, dg and dbeta at the end.
 
-The macros are what two of its producer warps do. One prepares the factors of a value head (`head_factors`) and then
-turns the row sums of the head before into gradients (`finish_head`), two rows a lane; one clears the gradients of the
-padding (`clear_padding`).
+The macros are what three of its producer warps do. One prepares the factors of a value head (`head_factors`) and then
+turns the row sums of the head before into gradients (`finish_head`), two rows a lane; two prepare the factors of an
+item (`item_rows`), and one of these clears the gradients of the padding (`clear_padding`).
 Definition, with G, r, c, d, n as in `backward_chunk` and x_i = <k_i, the part of n_i from dS'>
     dG_i = <q_i, dQ_i> + <k_i, dK_i> - 2 <k_i, n_i>,   dg = reverse cumsum of dG, plus <S', dS'>   (eq. 6.15),
     <S', dS'> = exp(G_C) <S, dS'> + sum of all x,   dbeta_i = <dW_i, U_i> / (beta_i r_i)^2   (section 6.5).
@@ -12,17 +12,45 @@ Definition, with G, r, c, d, n as in `backward_chunk` and x_i = <k_i, the part o
 
 import tilelang.language as T
 
-from .gated_inverse import BETA_SIGMOID, NEG_EIGVAL, SMALLEST_BETA
-from .pieces import CHUNK_SIZE
+from .gated_inverse import BETA_SIGMOID, L2NORM, NEG_EIGVAL, SMALLEST_BETA
+from .pieces import CHUNK_SIZE, EPSILON
 
 # Rows of numbers that the warpgroups share, of 128: one a row of [Q; K]. Per item:
 E, NORM, QK, DIAGONAL = range(4)
-# E; 1   (r^q)^2 with l2norm, else 0   <q, k>   the diagonal of D, summed over the value heads
+# E; 1   (r^q)^2 with l2norm, else 0   with l2norm <q, k>   the diagonal of D, summed over the value heads
 # Per value head, double-buffered, what it needs and what comes back:
 GATE, STATE, KEY, WRITE, DOTS, SCORES, DOT_WRITE, DOT_STATE, TRACE, DECAY = range(10)
 # G; G   c exp(G); -c r exp(G)   1; -r   d exp(G_C - G)   <q, dQ>; <k, dK - n>   <dO, U>; <dV, U>   <k, n>
 # <k, the part of n from dS'>   summands of <S, dS'>   [0]: c d exp(G_C)
 LN2 = 0.6931471805599453
+
+
+@T.macro
+def item_rows(b, row, scale, flags, pairs_shared, item_shared):
+    """The factors of one chunk and key head, a row a thread, into the rows `b`; eq. 2.4 for the query."""
+    DK, dtype = pairs_shared.shape[2], pairs_shared.dtype
+    left = T.alloc_local((8,), dtype)
+    right = T.alloc_local((8,), dtype)
+    square = T.alloc_local((1,), "float32")
+    dot = T.alloc_local((1,), "float32")
+    item_shared[b, E, row] = scale
+    item_shared[b, E, CHUNK_SIZE + row] = 1.0
+    item_shared[b, NORM, row] = 0.0
+    item_shared[b, QK, row] = 0.0
+    if T.bitwise_and(flags, L2NORM) != 0:
+        square[0] = 0.0
+        dot[0] = 0.0
+        for j in T.serial(DK // 8):
+            for e in T.vectorized(8):
+                left[e] = pairs_shared[2 * b, row, j * 8 + e]
+            for e in T.vectorized(8):
+                right[e] = pairs_shared[2 * b + 1, row, j * 8 + e]
+            for e in T.unroll(8):
+                square[0] += T.cast(left[e], "float32") * T.cast(left[e], "float32")
+                dot[0] += T.cast(left[e], "float32") * T.cast(right[e], "float32")
+        item_shared[b, E, row] = scale * T.rsqrt(square[0] + EPSILON)
+        item_shared[b, NORM, row] = 1.0 / (square[0] + EPSILON)
+        item_shared[b, QK, row] = dot[0]
 
 
 @T.macro

@@ -121,8 +121,8 @@ class Variant:
                 else Budget(threads=512, spill_bytes=320, main_loop_spills=1, side_loop_spills=16)
             )
         if self.kernel == "backward_chunk":
-            # Sums, products and an operand take 144 of 160 registers; addresses are reloaded.
-            return Budget(threads=512, spill_bytes=160, main_loop_spills=4, side_loop_spills=8)
+            # Sums, products and an operand take 144 of 160 registers; addresses and a few of the sums are reloaded.
+            return Budget(threads=512, spill_bytes=192, main_loop_spills=4, side_loop_spills=24)
         if self.kernel == "recurrent":
             ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
             return Budget(threads=128, ctas_per_sm=ctas, wgmma=False)
