@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashqla.reference.chunked import Chunks, States, Visit, blocks_of, cut, state_chain
+from flashqla.reference.chunked import Chunks, Kept, States, Visit, blocks_of, cut, state_chain
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 
 
@@ -163,6 +163,22 @@ def new_gradients(layout: Layout, q: Tensor, v: Tensor) -> list[Tensor]:
     return [layout.new_tokens(*each, like=like) for each in dims]
 
 
+def trace(
+    blocks: list[Layout], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, state: Tensor
+) -> Kept:
+    """What the backward of each block starts from; None for the last inverse, as no chain leads on from there."""
+    kept = Kept([], [])
+    for block in blocks:
+        active = state[: block.num_sequences]
+        kept.starts.append(active.clone())
+        chunks = None
+        if block is not blocks[-1]:
+            chunks = cut(block, None, k, v, g, beta, scale)
+            state_chain(block, chunks, active)
+        kept.inverses.append(None if chunks is None else chunks.inverse)
+    return kept
+
+
 @without_autocast
 @torch.no_grad()
 def backward(
@@ -180,26 +196,25 @@ def backward(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     form: str = "adjoint",
+    kept: Kept | None = None,
 ) -> Gradients:
     """Gradients of `recurrent`, given those of the output `do [B,T,HV,V]` and of the final state `dht` (laid out like
     the states; zeros if None). The other arguments are those of the forward; `form` is "adjoint" or "textbook".
+
+    kept: what `chunked` filled on the same arguments; without it, a second pass over the chunks finds it again.
     """
     layout = Layout.of(q, cu_seqlens, chunk_size)
     like = q.new_empty(0, dtype=compute_dtype(q))
     shape = (v.shape[2], q.shape[-1], v.shape[-1])
     state, d_state = (layout.read_state(given, shape, state_v_first, like) for given in (initial_state, dht))
     q, k, v, g, beta, do = map(layout.collapsible, (q, k, v, g, beta, do))
-    blocks, starts, inverses = list(blocks_of(layout, v)), [], [None]
-    for block in blocks:
-        starts.append(state[: block.num_sequences].clone())
-        if block is not blocks[-1]:
-            chunks = cut(block, None, k, v, g, beta, scale)
-            state_chain(block, chunks, state[: block.num_sequences])
-            inverses.insert(-1, chunks.inverse)
+    blocks = list(blocks_of(layout, v))
+    if kept is None:
+        kept = trace(blocks, k, v, g, beta, scale, state)
     gradients = new_gradients(layout, q, v)
-    for block in reversed(blocks):
-        chunks, d_output = cut(block, q, k, v, g, beta, scale, inverses.pop()), block.gather(do, like.dtype)
-        parts = differentiate(block, chunks, d_output, starts.pop(), d_state[: block.num_sequences], form)
+    for block, start, inverse in reversed(list(zip(blocks, *kept, strict=True))):
+        chunks, d_output = cut(block, q, k, v, g, beta, scale, inverse), block.gather(do, like.dtype)
+        parts = differentiate(block, chunks, d_output, start.clone(), d_state[: block.num_sequences], form)
         for part, whole in zip(parts, gradients, strict=True):
             block.scatter(part, whole)
     return Gradients(*gradients, None if initial_state is None else layout.write_state(d_state, state_v_first))

@@ -7,7 +7,7 @@ value heads of a group share. Shapes below write `b = num_chunks * HV` and `m = 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,6 +170,34 @@ def blocks_of(layout: Layout, v: Tensor) -> Iterator[Layout]:
     return layout.blocks(CPU_BLOCK // v.shape[2])
 
 
+class Kept(NamedTuple):
+    """What a forward pass in blocks may keep for its backward pass: for every block the states at its start
+    `[n,HV,K,V]` by rank, and the inverses A of its chunks `[b,C,C]`."""
+
+    starts: Sequence[Tensor]
+    inverses: Sequence[Tensor]
+
+    @staticmethod
+    def shapes(
+        q_shape: Sequence[int], v_shape: Sequence[int], chunk_size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of all starts and of all inverses of a call on a CPU without packed sequences."""
+        batch, steps, heads = v_shape[0], -(-v_shape[1] // chunk_size), v_shape[2]
+        blocks = -(-steps // Kept._steps(batch, heads))
+        return (blocks, batch, heads, q_shape[3], v_shape[3]), (steps * batch * heads, chunk_size, chunk_size)
+
+    @classmethod
+    def of(cls, starts: Tensor, inverses: Tensor) -> Kept:
+        """Views of two tensors of the `shapes`."""
+        batch, heads = starts.shape[1:3]
+        return cls(starts.unbind(), inverses.split(max(1, cls._steps(batch, heads) * batch * heads)))
+
+    @staticmethod
+    def _steps(batch: int, heads: int) -> int:
+        """Chunks of one sequence in a block (`Layout.blocks`)."""
+        return torch.sym_max(1, CPU_BLOCK // heads // torch.sym_max(1, batch))
+
+
 def chunk_form(function):
     """Give `function(layout, q, k, v, g, beta, scale, state, output, **options)` the signature of `recurrent` and
     `chunk_size`.
@@ -217,12 +245,19 @@ def chunked(
     scale: float | None,
     state: Tensor,
     output: Tensor,
+    *,
+    kept: Kept | None = None,
 ) -> None:
     """`recurrent` in chunks of `chunk_size` tokens: the same arguments, the same result, a fraction of the operations.
 
     Only the states at chunk boundaries are computed one after the other. Outside autograd: gradients come from
-    `flashqla.reference.backward`.
+    `flashqla.reference.backward`, which is faster with what was `kept`, tensors to be filled here.
     """
-    for block in blocks_of(layout, v):
+    for i, block in enumerate(blocks_of(layout, v)):
+        active = state[: block.num_sequences]
+        if kept is not None:
+            kept.starts[i].copy_(active)
         chunks = cut(block, q, k, v, g, beta, scale)
-        block.scatter(read_out(block, chunks, state[: block.num_sequences]), output)
+        if kept is not None:
+            kept.inverses[i].copy_(chunks.inverse)
+        block.scatter(read_out(block, chunks, active), output)
