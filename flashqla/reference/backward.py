@@ -1,7 +1,7 @@
 """Gradients of the chunk form by hand, in two forms (derivations, eqs. 6.1 to 6.14); no autograd inside.
 
-The states are recomputed from the inputs, so a forward pass needs to save nothing else; where chunks are computed in
-blocks (`blocks_of`), only the states between blocks are kept from the way there to the way back.
+The states are recomputed from the inputs, so a forward pass needs to save nothing else. Where chunks are computed in
+blocks (`blocks_of`), a block starts from its first state: `trace` walks there once more, unless the forward `Kept` it.
 
 Both forms share the adjoint state chain and differ in how the triangular system is differentiated: "textbook" goes
 through the gradient of the inverse, "adjoint" solves the transposed system and needs no gradient of the inverse.
@@ -50,8 +50,8 @@ def adjoint_chain(
     flat, steps = d_state.view(-1, *d_state.shape[2:]), layout.steps(d_state.shape[1])
     d_corrected = torch.bmm(chunks.scores.mT, d_output)
     multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
-    parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read, chunks.k_read, chunks.k_write)
-    parts += (chunks.gated_inverse, chunks.beta, chunks.carry)
+    parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read.mT, chunks.k_read.mT, chunks.k_write)
+    parts += (chunks.gated_inverse.mT, chunks.beta, chunks.carry)
     sizes = [rows.stop - rows.start for rows in steps]
     every_step = list(zip(steps, *(x.split(sizes) for x in parts), strict=True))
     for rows, du, y, dv, do, q_read, k_read, k_write, gated_inverse, beta, carry in reversed(every_step):
@@ -59,9 +59,9 @@ def adjoint_chain(
         if visit is not None:
             visit(rows, active)
         du.baddbmm_(k_write, active)
-        torch.bmm(gated_inverse.mT, du, out=y)
+        torch.bmm(gated_inverse, du, out=y)
         torch.mul(beta, y, out=dv)
-        active.mul_(carry).baddbmm_(q_read.mT, do).baddbmm_(k_read.mT, dv, alpha=-1)
+        active.mul_(carry).baddbmm_(q_read, do).baddbmm_(k_read, dv, alpha=-1)
     return Adjoints(d_corrected, multiplier, d_values, d_state)
 
 
@@ -217,4 +217,5 @@ def backward(
         parts = differentiate(block, chunks, d_output, start.clone(), d_state[: block.num_sequences], form)
         for part, whole in zip(parts, gradients, strict=True):
             block.scatter(part, whole)
+        del chunks, d_output, part, parts  # the next block gets their memory, which the cache still holds
     return Gradients(*gradients, None if initial_state is None else layout.write_state(d_state, state_v_first))

@@ -16,8 +16,9 @@ from torch import Tensor
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 from flashqla.reference.recurrent import Result
 
-CPU_BLOCK = 64
-"""Chunk-heads computed at a time on a CPU, so that they stay in its cache and the memory they need is reused."""
+CPU_BLOCK = 128
+"""Chunk-heads computed at a time on a CPU: few enough to stay in its cache, in memory that is used again, and enough
+for an operation to take longer than its call."""
 
 
 class Chunks(NamedTuple):
@@ -142,7 +143,7 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
     """
     active, steps = state.view(-1, *state.shape[2:]), layout.steps(state.shape[1])
     residual, corrected = chunks.v.clone(), torch.empty_like(chunks.v)
-    parts = (residual, corrected, chunks.mixing, chunks.k_read, chunks.k_write, chunks.carry)
+    parts = (residual, corrected, chunks.mixing, chunks.k_read, chunks.k_write.mT, chunks.carry)
     sizes = [rows.stop - rows.start for rows in steps]
     for rows, w, u, mixing, k_read, k_write, carry in zip(steps, *(x.split(sizes) for x in parts), strict=True):
         active = active[: len(w)]
@@ -150,7 +151,7 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
             visit(rows, active)
         w.baddbmm_(k_read, active, alpha=-1)
         torch.bmm(mixing, w, out=u)
-        active.mul_(carry).baddbmm_(k_write.mT, u)
+        active.mul_(carry).baddbmm_(k_write, u)
     return States(residual, corrected, state)
 
 
@@ -261,3 +262,4 @@ def chunked(
         if kept is not None:
             kept.inverses[i].copy_(chunks.inverse)
         block.scatter(read_out(block, chunks, active), output)
+        del chunks  # the next block gets its memory, which the cache still holds
