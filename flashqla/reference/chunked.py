@@ -16,9 +16,9 @@ from torch import Tensor
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 from flashqla.reference.recurrent import Result
 
-CPU_BLOCK = 128
-"""Chunk-heads computed at a time on a CPU: few enough to stay in its cache, in memory that is used again, and enough
-for an operation to take longer than its call."""
+CPU_BLOCK = 64
+"""Chunk-heads computed at a time on a CPU: few enough to stay in its cache, and for the allocator to hand their memory
+to the next block instead of back to the system, which costs more than the calls that bigger blocks would save."""
 
 
 class Chunks(NamedTuple):
