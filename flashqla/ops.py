@@ -94,10 +94,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands, options, keep = _unpack(arguments)
     plan = make_plan(operands, options)
     on_hopper = backends.choose(operands, options, plan) == "hopper"
-    result, kept = (
-        backends.hopper_forward(operands, options, plan) if on_hopper else None,
-        _new_kept(operands, any(keep)),
-    )
+    result = backends.hopper_forward(operands, options, plan) if on_hopper else None
+    kept = _new_kept(operands, any(keep) and result is None)
     o, final_state = reference_forward(operands, options, *kept) if result is None else result
     nothing = operands.q.new_empty(0, dtype=compute_dtype(operands.q))
     return o, nothing if final_state is None else final_state, *kept
