@@ -3,10 +3,12 @@
 ``flashqla::gated_delta_rule_forward`` and ``flashqla::gated_delta_rule_backward`` are registered with torch.library:
 their arity is fixed, their fakes allocate exactly what the real operators return, and nothing whose size depends on
 data leaves them. What is absent (a final state nobody asked for, a gradient nobody needs) is a tensor with no elements.
+On a CPU the forward may keep tensors that spare the backward a pass (`reference.Kept`); kernels keep nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +33,12 @@ ARGUMENTS = (
 
 torch.library.define(
     "flashqla::gated_delta_rule_forward",
-    f"({ARGUMENTS}) -> (Tensor o, Tensor final_state)",
+    f"({ARGUMENTS}, bool keep=False) -> (Tensor o, Tensor final_state, Tensor starts, Tensor inverses)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "flashqla::gated_delta_rule_backward",
-    f"(Tensor? do, Tensor? dht, {ARGUMENTS}, bool[] needed) -> ("
+    f"(Tensor? do, Tensor? dht, {ARGUMENTS}, bool[] needed, Tensor? starts=None, Tensor? inverses=None) -> ("
     + ", ".join(f"Tensor {name}" for name in Gradients._fields)
     + ")",
     tags=torch.Tag.pt2_compliant_tag,
@@ -53,17 +55,32 @@ def _state_shape(operands: Operands, state_v_first: bool) -> tuple[int, ...]:
     return (num_sequences, v.shape[2], *dims)
 
 
+def _unpack(arguments: tuple[Any, ...]) -> tuple[Operands, Options, tuple[Any, ...]]:
+    """The arguments of an operator from q on: trailing ones are missing where they have their default."""
+    end = len(Operands._fields) + len(Options._fields)
+    return Operands(*arguments[:10]), Options(*arguments[10:end]), arguments[end:]
+
+
+def _new_kept(operands: Operands, keep: bool) -> tuple[Tensor, Tensor]:
+    """Room for what the forward keeps; without elements where it keeps nothing."""
+    q, v = operands.q, operands.v
+    shapes = reference.Kept.shapes(q.shape, v.shape, CPU_CHUNK_SIZE) if keep else ((0,), (0,))
+    starts, inverses = (q.new_empty(shape, dtype=compute_dtype(q)) for shape in shapes)
+    return starts, inverses
+
+
 @torch.library.register_fake("flashqla::gated_delta_rule_forward")
-def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
+def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operands, options, keep = _unpack(arguments)
     shape = _state_shape(operands, options.state_v_first) if options.output_final_state else (0,)
     final_state = operands.q.new_empty(shape, dtype=compute_dtype(operands.q))
-    return operands.v.new_empty(operands.v.shape, dtype=operands.q.dtype), final_state
+    o = operands.v.new_empty(operands.v.shape, dtype=operands.q.dtype)
+    return o, final_state, *_new_kept(operands, any(keep))
 
 
 @torch.library.register_fake("flashqla::gated_delta_rule_backward")
 def _backward_fake(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    operands, needed = Operands(*arguments[:10]), arguments[-1]
+    operands, _, (needed, *_) = _unpack(arguments)
     return tuple(
         operands.q.new_empty(0) if tensor is None or not wanted else tensor.new_empty(tensor.shape)
         for tensor, wanted in zip(operands[:NUM_DIFFERENTIABLE], needed, strict=True)
@@ -74,21 +91,21 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tu
 
 
 @torch.library.impl("flashqla::gated_delta_rule_forward", "CompositeExplicitAutograd")
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, options = Operands(*arguments[:10]), Options(*arguments[10:])
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operands, options, keep = _unpack(arguments)
     plan = make_plan(operands, options)
     on_hopper = backends.choose(operands, options, plan) == "hopper"
     result = backends.hopper_forward(operands, options, plan) if on_hopper else None
-    o, final_state = reference_forward(operands, options) if result is None else result
-    return o, operands.q.new_empty(0, dtype=compute_dtype(operands.q)) if final_state is None else final_state
+    kept = _new_kept(operands, any(keep) and result is None)
+    o, final_state = reference_forward(operands, options, *kept) if result is None else result
+    nothing = operands.q.new_empty(0, dtype=compute_dtype(operands.q))
+    return o, nothing if final_state is None else final_state, *kept
 
 
 @torch.library.impl("flashqla::gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    operands, options, needed = Operands(*arguments[:10]), Options(*arguments[10:-1]), arguments[-1]
-    kernels = options._replace(
-        block_dv=options.backward_block_dv, segment_chunks=options.backward_segment_chunks
-    )  # fmt: skip
+    operands, options, (needed, *kept) = _unpack(arguments)
+    kernels = options._replace(block_dv=options.backward_block_dv, segment_chunks=options.backward_segment_chunks)
     if options.form == "split":
         kernels = kernels._replace(form="chunked")
     elif options.form == "recurrent":  # the chunk kernels give its gradients; what they refuse, the reference computes
@@ -98,7 +115,7 @@ def _backward(do: Tensor | None, dht: Tensor | None, *arguments: Any) -> tuple[T
     if backends.choose(operands, kernels, plan) == "hopper":
         gradients = backends.hopper_backward(do, dht, operands, kernels, plan, needed)
     if gradients is None:
-        gradients = _reference_backward(do, dht, operands, options, needed)
+        gradients = _reference_backward(do, dht, operands, options, needed, *kept)
     return tuple(operands.q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -154,9 +171,17 @@ def _prepare(operands: Operands, options: Options) -> _Prepared:
     return _Prepared(q, k, v, g, beta, q_rstd, k_rstd, raw_g, raw_beta, A_log, dt_bias, keywords)
 
 
-def reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def _add_kept(keywords: dict[str, Any], starts: Tensor | None, inverses: Tensor | None) -> None:
+    if starts is not None and starts.numel():
+        keywords["kept"] = reference.Kept.of(starts, inverses)
+
+
+def reference_forward(
+    operands: Operands, options: Options, starts: Tensor | None = None, inverses: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     with torch.autocast(operands.q.device.type, enabled=False):
         inputs = _prepare(operands, options)
+        _add_kept(inputs.keywords, starts, inverses)
         compute = getattr(reference, options.form)
         result = compute(*inputs[:5], output_final_state=options.output_final_state, **inputs.keywords)
     o = _with_padding(result.output, operands.v.shape, operands.q.dtype)
@@ -164,11 +189,18 @@ def reference_forward(operands: Operands, options: Options) -> tuple[Tensor, Ten
 
 
 def _reference_backward(
-    do: Tensor | None, dht: Tensor | None, operands: Operands, options: Options, needed: list[bool]
+    do: Tensor | None,
+    dht: Tensor | None,
+    operands: Operands,
+    options: Options,
+    needed: list[bool],
+    starts: Tensor | None = None,
+    inverses: Tensor | None = None,
 ) -> list[Tensor | None]:
     backward = reference.split_backward if options.form == "split" else reference.backward
     with torch.autocast(operands.q.device.type, enabled=False):
         inputs = _prepare(operands, options)
+        _add_kept(inputs.keywords, starts, inverses)
         do = torch.zeros_like(inputs.v) if do is None else do[:, : inputs.v.shape[1]].to(inputs.v.dtype)
         dht = None if dht is None else dht.to(inputs.v.dtype)
         dq, dk, dv, dg, dbeta, dinitial_state = backward(*inputs[:5], do, dht=dht, **inputs.keywords)
@@ -206,20 +238,25 @@ def _with_padding(tokens: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tens
 @torch.no_grad()
 def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in q's dtype, and the final state or None. Not differentiable."""
-    o, final_state = torch.ops.flashqla.gated_delta_rule_forward(*operands, *options)
+    o, final_state, *_ = torch.ops.flashqla.gated_delta_rule_forward(*operands, *options)
     return o, final_state if options.output_final_state else None
 
 
 @torch.no_grad()
 def backward(
-    do: Tensor | None, dht: Tensor | None, operands: Operands, options: Options, needed: list[bool] | None = None
+    do: Tensor | None,
+    dht: Tensor | None,
+    operands: Operands,
+    options: Options,
+    needed: list[bool] | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> Gradients:
     """Gradients in the dtypes of their inputs; ``needed`` (one flag per differentiable operand) leaves the others
-    out."""
+    out; ``kept`` is what the forward operator kept."""
     needed = [
         tensor is not None and (needed is None or needed[i]) for i, tensor in enumerate(operands[:NUM_DIFFERENTIABLE])
     ]
-    gradients = torch.ops.flashqla.gated_delta_rule_backward(do, dht, *operands, *options, needed)
+    gradients = torch.ops.flashqla.gated_delta_rule_backward(do, dht, *operands, *options, needed, *kept)
     return Gradients(*(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)))
 
 
@@ -234,28 +271,33 @@ def differentiable(operands: Operands, options: Options) -> tuple[Tensor, Tensor
     for tensor in operands:
         repeated = tensor is not None and any(tensor is other for other in distinct)
         distinct.append(tensor.view_as(tensor) if repeated else tensor)
-    o, final_state = _GatedDeltaRule.apply(options, *distinct)
+    o, final_state, *_ = _GatedDeltaRule.apply(options, *distinct)
     return o, final_state if options.output_final_state else None
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Saves only the inputs, all through save_for_backward; the backward recomputes the rest from them."""
+    """Saves the inputs and on a CPU what the forward kept, linear in the tokens; the backward recomputes the rest."""
 
     @staticmethod
-    def forward(options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.ops.flashqla.gated_delta_rule_forward(*tensors, *options)
+    def forward(options: Options, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        operands = Operands(*tensors)
+        # How many blocks packed sequences have depends on their lengths, which is no size for an operator to return.
+        keep = operands.q.device.type == "cpu" and options.form == "chunked" and operands.cu_seqlens is None
+        return torch.ops.flashqla.gated_delta_rule_forward(*operands, *options, keep)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Apart from the forward, which is what torch.func.grad asks of a Function."""
-        ctx.options, *tensors = inputs
+        (ctx.options, *tensors), (_, _, *kept) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(*tensors, *(tensor for tensor in kept if tensor.numel()))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        operands, options = Operands(*ctx.saved_tensors), ctx.options
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        tensors, options = ctx.saved_tensors, ctx.options
+        operands, kept = Operands(*tensors[: len(Operands._fields)]), tensors[len(Operands._fields) :]
         dht = dht if options.output_final_state else None
-        gradients = backward(do, dht, operands, options, list(ctx.needs_input_grad[1 : 1 + NUM_DIFFERENTIABLE]))
-        return (None, *gradients, None, None)
+        needed = list(ctx.needs_input_grad[1 : 1 + NUM_DIFFERENTIABLE])
+        return (None, *backward(do, dht, operands, options, needed, kept), None, None)

@@ -107,7 +107,7 @@ def _unpack(arguments: tuple[Any, ...]) -> tuple[Operands, Options, Serving]:
 @torch.library.register_fake("flashqla::gated_delta_rule_serve")
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, options, serving = _unpack(arguments)
-    o, final_state = ops.forward_fake(*operands, *options)
+    o, final_state, *_ = ops.forward_fake(*operands, *options)
     return (
         o if serving.out is None else o.new_empty(0),
         final_state.new_empty(0) if serving.inplace_final_state else final_state,

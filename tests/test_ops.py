@@ -57,6 +57,22 @@ def test_opcheck(device, case):
     )
 
 
+@pytest.mark.parametrize("tokens, batch", [(33, 2), (2100, 1), (0, 1)])
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_opcheck_with_kept_tensors(tokens, batch):
+    """What the forward keeps on a CPU has the shapes that the fake promises, and changes no bit of the gradients."""
+    made = inputs(batch=batch, tokens=tokens, **DIMS)
+    arguments = arguments_of(made)
+    torch.library.opcheck(torch.ops.flashqla.gated_delta_rule_forward.default, [*arguments, True])
+    kept = torch.ops.flashqla.gated_delta_rule_forward(*arguments, True)[2:]
+    present = [tensor is not None for tensor in arguments[:NUM_DIFFERENTIABLE]]
+    backward_arguments = [made.do, made.dht, *arguments, present]
+    backward = torch.ops.flashqla.gated_delta_rule_backward.default
+    torch.library.opcheck(backward, [*backward_arguments, *kept])
+    for mine, expected in zip(backward(*backward_arguments, *kept), backward(*backward_arguments), strict=True):
+        assert torch.equal(mine, expected)
+
+
 @pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
 @pytest.mark.parametrize("lengths", [None, (20, 0, 9)], ids=["dense", "packed"])
 @pytest.mark.parametrize("inside", [False, True])
@@ -162,6 +178,23 @@ def test_saves_only_inputs_and_through_hooks(device):
     gradients = torch.autograd.grad((o, state), [getattr(made, name) for name in NAMES], (made.do, made.dht))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert not any(isinstance(value, torch.Tensor) for value in vars(o.grad_fn).values())
+
+
+def test_keeps_little_on_a_cpu():
+    """Dense calls save inverses and the states between blocks as well: linear in the tokens, and nothing in no_grad."""
+
+    def kept(tokens):
+        made, saved = inputs(tokens=tokens, **DIMS).requires_grad(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            chunk_gated_delta_rule(**made.arguments())
+        own = {tensor.data_ptr() for tensor in made.arguments().values() if tensor is not None}
+        return sum(tensor.numel() for tensor in saved if tensor.data_ptr() not in own)
+
+    per_token = kept(4096) / 4096
+    assert kept(8192) / 8192 == per_token
+    assert 0 < per_token <= 2 * (16 + 32 + 32)  # less than q, k and v of the value heads
+    made = inputs(tokens=64, **DIMS)
+    assert all(not kept.numel() for kept in torch.ops.flashqla.gated_delta_rule_forward(*arguments_of(made))[2:])
 
 
 def test_changed_input_is_noticed(device):

@@ -14,12 +14,13 @@ from flashqla.reference.activations import (
 )
 from flashqla.reference.backward import Gradients, backward
 from flashqla.reference.chain import chain
-from flashqla.reference.chunked import chunked
+from flashqla.reference.chunked import Kept, chunked
 from flashqla.reference.recurrent import Result, recurrent
 from flashqla.reference.split import split, split_backward
 
 __all__ = [
     "Gradients",
+    "Kept",
     "Result",
     "backward",
     "beta_activation",

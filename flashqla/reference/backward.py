@@ -1,7 +1,7 @@
 """Gradients of the chunk form by hand, in two forms (derivations, eqs. 6.1 to 6.14); no autograd inside.
 
-The states are recomputed from the inputs, so a forward pass needs to save nothing else; where chunks are computed in
-blocks (`blocks_of`), only the states between blocks are kept from the way there to the way back.
+The states are recomputed from the inputs, so a forward pass needs to save nothing else. Where chunks are computed in
+blocks (`blocks_of`), a block starts from its first state: `trace` walks there once more, unless the forward `Kept` it.
 
 Both forms share the adjoint state chain and differ in how the triangular system is differentiated: "textbook" goes
 through the gradient of the inverse, "adjoint" solves the transposed system and needs no gradient of the inverse.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashqla.reference.chunked import Chunks, States, Visit, blocks_of, cut, state_chain
+from flashqla.reference.chunked import Chunks, Kept, States, Visit, blocks_of, cut, state_chain
 from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 
 
@@ -50,8 +50,8 @@ def adjoint_chain(
     flat, steps = d_state.view(-1, *d_state.shape[2:]), layout.steps(d_state.shape[1])
     d_corrected = torch.bmm(chunks.scores.mT, d_output)
     multiplier, d_values = torch.empty_like(d_corrected), torch.empty_like(d_corrected)
-    parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read, chunks.k_read, chunks.k_write)
-    parts += (chunks.gated_inverse, chunks.beta, chunks.carry)
+    parts = (d_corrected, multiplier, d_values, d_output, chunks.q_read.mT, chunks.k_read.mT, chunks.k_write)
+    parts += (chunks.gated_inverse.mT, chunks.beta, chunks.carry)
     sizes = [rows.stop - rows.start for rows in steps]
     every_step = list(zip(steps, *(x.split(sizes) for x in parts), strict=True))
     for rows, du, y, dv, do, q_read, k_read, k_write, gated_inverse, beta, carry in reversed(every_step):
@@ -59,9 +59,9 @@ def adjoint_chain(
         if visit is not None:
             visit(rows, active)
         du.baddbmm_(k_write, active)
-        torch.bmm(gated_inverse.mT, du, out=y)
+        torch.bmm(gated_inverse, du, out=y)
         torch.mul(beta, y, out=dv)
-        active.mul_(carry).baddbmm_(q_read.mT, do).baddbmm_(k_read.mT, dv, alpha=-1)
+        active.mul_(carry).baddbmm_(q_read, do).baddbmm_(k_read, dv, alpha=-1)
     return Adjoints(d_corrected, multiplier, d_values, d_state)
 
 
@@ -163,6 +163,22 @@ def new_gradients(layout: Layout, q: Tensor, v: Tensor) -> list[Tensor]:
     return [layout.new_tokens(*each, like=like) for each in dims]
 
 
+def trace(
+    blocks: list[Layout], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, state: Tensor
+) -> Kept:
+    """What the backward of each block starts from; None for the last inverse, as no chain leads on from there."""
+    kept = Kept([], [])
+    for block in blocks:
+        active = state[: block.num_sequences]
+        kept.starts.append(active.clone())
+        chunks = None
+        if block is not blocks[-1]:
+            chunks = cut(block, None, k, v, g, beta, scale)
+            state_chain(block, chunks, active)
+        kept.inverses.append(None if chunks is None else chunks.inverse)
+    return kept
+
+
 @without_autocast
 @torch.no_grad()
 def backward(
@@ -180,26 +196,26 @@ def backward(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     form: str = "adjoint",
+    kept: Kept | None = None,
 ) -> Gradients:
     """Gradients of `recurrent`, given those of the output `do [B,T,HV,V]` and of the final state `dht` (laid out like
     the states; zeros if None). The other arguments are those of the forward; `form` is "adjoint" or "textbook".
+
+    kept: what `chunked` filled on the same arguments; without it, a second pass over the chunks finds it again.
     """
     layout = Layout.of(q, cu_seqlens, chunk_size)
     like = q.new_empty(0, dtype=compute_dtype(q))
     shape = (v.shape[2], q.shape[-1], v.shape[-1])
     state, d_state = (layout.read_state(given, shape, state_v_first, like) for given in (initial_state, dht))
     q, k, v, g, beta, do = map(layout.collapsible, (q, k, v, g, beta, do))
-    blocks, starts, inverses = list(blocks_of(layout, v)), [], [None]
-    for block in blocks:
-        starts.append(state[: block.num_sequences].clone())
-        if block is not blocks[-1]:
-            chunks = cut(block, None, k, v, g, beta, scale)
-            state_chain(block, chunks, state[: block.num_sequences])
-            inverses.insert(-1, chunks.inverse)
+    blocks = list(blocks_of(layout, v))
+    if kept is None:
+        kept = trace(blocks, k, v, g, beta, scale, state)
     gradients = new_gradients(layout, q, v)
-    for block in reversed(blocks):
-        chunks, d_output = cut(block, q, k, v, g, beta, scale, inverses.pop()), block.gather(do, like.dtype)
-        parts = differentiate(block, chunks, d_output, starts.pop(), d_state[: block.num_sequences], form)
+    for block, start, inverse in reversed(list(zip(blocks, *kept, strict=True))):
+        chunks, d_output = cut(block, q, k, v, g, beta, scale, inverse), block.gather(do, like.dtype)
+        parts = differentiate(block, chunks, d_output, start.clone(), d_state[: block.num_sequences], form)
         for part, whole in zip(parts, gradients, strict=True):
             block.scatter(part, whole)
+        del chunks, d_output, part, parts  # the next block gets their memory, which the cache still holds
     return Gradients(*gradients, None if initial_state is None else layout.write_state(d_state, state_v_first))

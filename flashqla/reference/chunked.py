@@ -7,7 +7,7 @@ value heads of a group share. Shapes below write `b = num_chunks * HV` and `m = 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from flashqla.reference.layout import Layout, compute_dtype, without_autocast
 from flashqla.reference.recurrent import Result
 
 CPU_BLOCK = 64
-"""Chunk-heads computed at a time on a CPU, so that they stay in its cache and the memory they need is reused."""
+"""Chunk-heads computed at a time on a CPU: few enough to stay in its cache, and for the allocator to hand their memory
+to the next block instead of back to the system, which costs more than the calls that bigger blocks would save."""
 
 
 class Chunks(NamedTuple):
@@ -142,7 +143,7 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
     """
     active, steps = state.view(-1, *state.shape[2:]), layout.steps(state.shape[1])
     residual, corrected = chunks.v.clone(), torch.empty_like(chunks.v)
-    parts = (residual, corrected, chunks.mixing, chunks.k_read, chunks.k_write, chunks.carry)
+    parts = (residual, corrected, chunks.mixing, chunks.k_read, chunks.k_write.mT, chunks.carry)
     sizes = [rows.stop - rows.start for rows in steps]
     for rows, w, u, mixing, k_read, k_write, carry in zip(steps, *(x.split(sizes) for x in parts), strict=True):
         active = active[: len(w)]
@@ -150,7 +151,7 @@ def state_chain(layout: Layout, chunks: Chunks, state: Tensor, visit: Visit | No
             visit(rows, active)
         w.baddbmm_(k_read, active, alpha=-1)
         torch.bmm(mixing, w, out=u)
-        active.mul_(carry).baddbmm_(k_write.mT, u)
+        active.mul_(carry).baddbmm_(k_write, u)
     return States(residual, corrected, state)
 
 
@@ -168,6 +169,34 @@ def blocks_of(layout: Layout, v: Tensor) -> Iterator[Layout]:
     if v.device.type != "cpu" and layout.num_chunks:
         return iter((layout,))
     return layout.blocks(CPU_BLOCK // v.shape[2])
+
+
+class Kept(NamedTuple):
+    """What a forward pass in blocks may keep for its backward pass: for every block the states at its start
+    `[n,HV,K,V]` by rank, and the inverses A of its chunks `[b,C,C]`."""
+
+    starts: Sequence[Tensor]
+    inverses: Sequence[Tensor]
+
+    @staticmethod
+    def shapes(
+        q_shape: Sequence[int], v_shape: Sequence[int], chunk_size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of all starts and of all inverses of a call on a CPU without packed sequences."""
+        batch, steps, heads = v_shape[0], -(-v_shape[1] // chunk_size), v_shape[2]
+        blocks = -(-steps // Kept._steps(batch, heads))
+        return (blocks, batch, heads, q_shape[3], v_shape[3]), (steps * batch * heads, chunk_size, chunk_size)
+
+    @classmethod
+    def of(cls, starts: Tensor, inverses: Tensor) -> Kept:
+        """Views of two tensors of the `shapes`."""
+        batch, heads = starts.shape[1:3]
+        return cls(starts.unbind(), inverses.split(max(1, cls._steps(batch, heads) * batch * heads)))
+
+    @staticmethod
+    def _steps(batch: int, heads: int) -> int:
+        """Chunks of one sequence in a block (`Layout.blocks`)."""
+        return torch.sym_max(1, CPU_BLOCK // heads // torch.sym_max(1, batch))
 
 
 def chunk_form(function):
@@ -217,12 +246,20 @@ def chunked(
     scale: float | None,
     state: Tensor,
     output: Tensor,
+    *,
+    kept: Kept | None = None,
 ) -> None:
     """`recurrent` in chunks of `chunk_size` tokens: the same arguments, the same result, a fraction of the operations.
 
     Only the states at chunk boundaries are computed one after the other. Outside autograd: gradients come from
-    `flashqla.reference.backward`.
+    `flashqla.reference.backward`, which is faster with what was `kept`, tensors to be filled here.
     """
-    for block in blocks_of(layout, v):
+    for i, block in enumerate(blocks_of(layout, v)):
+        active = state[: block.num_sequences]
+        if kept is not None:
+            kept.starts[i].copy_(active)
         chunks = cut(block, q, k, v, g, beta, scale)
-        block.scatter(read_out(block, chunks, state[: block.num_sequences]), output)
+        if kept is not None:
+            kept.inverses[i].copy_(chunks.inverse)
+        block.scatter(read_out(block, chunks, active), output)
+        del chunks  # the next block gets its memory, which the cache still holds
