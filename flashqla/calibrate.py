@@ -6,6 +6,7 @@ Every kernel is timed alone at two sizes; a coefficient is the slope between the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def _parts(value: float | dict) -> list[tuple[str, float]]:
 def coefficients(device: torch.device) -> dict:
     """All coefficients, as `flashqla.costs.coefficients` describes them."""
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    output = {}
+    output, chains = {}, {}
     for columns in (64, 128):
         few, many = 8, sm_count * columns // 128  # value heads that leave nearly all, or none, of the SMs idle
         start, chunk = line(
@@ -56,6 +57,7 @@ def coefficients(device: torch.device) -> dict:
             lambda n, heads=many, columns=columns: times(device, heads, n, columns, 0)["chunk_forward"], 32, 256
         )
         output[str(columns)] = {"start": start, "chunk": chunk, "busy": max(busy - chunk, 0.0)}
+        chains[str(columns)] = chain_times(device, columns, few, many)
     # three segments a head: two blocks of N twice, of M once
     start, chunk = line(lambda n: states_and_order(device, 4, n), 16, 128)
     _, shared = line(lambda n: states_and_order(device, sm_count // 6, n), 16, 128)
@@ -71,6 +73,24 @@ def coefficients(device: torch.device) -> dict:
         "states": states,
         "scan": {"start": scan_start, "segment": segment},
         "output": output,
+        "chains": chains,
+    }
+
+
+def chain_times(device: torch.device, columns: int, few: int, many: int) -> dict[str, float]:
+    """Of the backward's two chains: with few value heads, and with as many as fill the multiprocessors."""
+
+    def time(chunks: int, heads: int, gradients: str) -> float:
+        return backward_times(device, heads, chunks, columns, gradients)["backward_chains"]
+
+    start, gradient = line(lambda n: time(n, few, "v"), 32, 256)
+    _, busy = line(lambda n: time(n, many, "v"), 32, 256)
+    _, both = line(lambda n: time(n, many, "all"), 32, 256)  # first the ones, then the others
+    return {
+        "start": start,
+        "gradient": gradient,
+        "state": both - busy - max(busy - gradient, 0.0),
+        "busy": max(busy - gradient, 0.0),
     }
 
 
@@ -87,16 +107,22 @@ def line(time: Callable[[int], float], small: int, large: int) -> tuple[float, f
     return max(low - slope * small, 0.0), slope
 
 
-def call(device: torch.device, heads: int, chunks: int, columns: int, segment_chunks: int) -> Callable[[], object]:
-    """A call of one sequence whose heads do not decay, four value heads a key head where they can be."""
+def long_inputs(device: torch.device, heads: int, chunks: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One sequence whose heads do not decay, four value heads a key head where they can be, and an initial state."""
     group = 4 if heads % 4 == 0 else 1
     made = testing.inputs(
         1, 64, heads // group, heads, 128, 128, gate=0.0, lengths=(64,), dtype=torch.bfloat16, device=device
     )
     long = {name: getattr(made, name).repeat(1, chunks * CHUNK_SIZE // 64, *[1] * (getattr(made, name).dim() - 2))
             for name in testing.PER_TOKEN}  # fmt: skip
+    return long, made.initial_state
+
+
+def call(device: torch.device, heads: int, chunks: int, columns: int, segment_chunks: int) -> Callable[[], object]:
+    """A forward of `long_inputs`."""
+    long, initial_state = long_inputs(device, heads, chunks)
     plan = Plan.build(long["q"].shape, long["v"].shape, block_dv=columns, segment_chunks=segment_chunks)
-    options = {"initial_state": made.initial_state, "output_final_state": True, "backend": "hopper", "plan": plan}
+    options = {"initial_state": initial_state, "output_final_state": True, "backend": "hopper", "plan": plan}
 
     def run() -> object:
         with torch.no_grad():
@@ -110,9 +136,22 @@ def times(device: torch.device, heads: int, chunks: int, columns: int, segment_c
     return {name: replayed(again) for name, again in kernels_of(call(device, heads, chunks, columns, segment_chunks))}
 
 
+def backward_times(device: torch.device, heads: int, chunks: int, columns: int, gradients: str) -> dict[str, float]:
+    """As `times`, of the backward; `gradients` is "v", which leaves out the chain of the state, or "all"."""
+    long, _ = long_inputs(device, heads, chunks)
+    leaves = [long[name].requires_grad_() for name in (testing.PER_TOKEN if gradients == "all" else ["v"])]
+    plan = Plan.build(long["q"].shape, long["v"].shape, block_dv=columns, segment_chunks=0)
+    o, _ = flashqla.chunk_gated_delta_rule(**long, backend="hopper", plan=plan)
+
+    def run() -> object:
+        return torch.autograd.grad(o, leaves, long["v"].detach(), retain_graph=True)
+
+    return {name: replayed(again) for name, again in kernels_of(run)}
+
+
 def kernels_of(run: Callable[[], object]) -> list[tuple[str, Callable[[], object]]]:
     """Name of each kernel that `run` launches, and how to launch it again with the same arguments."""
-    from flashqla.hopper import launch, segments
+    from flashqla.hopper import launch, launch_backward, segments
     from flashqla.hopper.compile import kernel
 
     launched = []
@@ -124,7 +163,9 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[str, Callable[[], object
 
         return launch_it
 
-    with mock.patch.object(launch, "kernel", recording), mock.patch.object(segments, "kernel", recording):
+    with contextlib.ExitStack() as patches:
+        for module in (launch, launch_backward, segments):
+            patches.enter_context(mock.patch.object(module, "kernel", recording))
         run()
     return launched
 

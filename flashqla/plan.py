@@ -259,6 +259,7 @@ class Plan:
             lines.append(f"  {cost:.0f} us  {_describe(cut)}")
         if 0 in best and best[0] not in sorted(best.values())[:ALTERNATIVES]:
             lines.append(f"  {best[0][0]:.0f} us  {_describe(best[0][1])}")
+        lines.append(f"backward: {_describe(self.backward_cut)}")
         return "\n".join(lines)
 
     def plot(self, axes: Any = None) -> Any:

@@ -15,6 +15,10 @@ def pretend_gpu(monkeypatch):
         "states": {"start": 5.0, "chunk": 0.7, "shared": 1.1},
         "scan": {"start": 2.0, "segment": 0.4},
         "output": {"64": {"start": 3.0, "chunk": 1.2, "busy": 0.2}, "128": {"start": 3.5, "chunk": 1.6, "busy": 0.5}},
+        "chains": {
+            "64": {"start": 3.0, "gradient": 1.6, "state": 1.1, "busy": 0.1},
+            "128": {"start": 4.0, "gradient": 2.2, "state": 1.5, "busy": 0.3},
+        },
     }
 
     def times(device, heads, chunks, columns, segment_chunks):
@@ -34,7 +38,16 @@ def pretend_gpu(monkeypatch):
             }
         return found
 
+    def backward_times(device, heads, chunks, columns, gradients):
+        chains = known["chains"][str(columns)]
+        busy = heads * 128 // columns / 132 > 0.9
+        time = chains["start"] + chunks * (chains["gradient"] + busy * chains["busy"])
+        if gradients == "all" and busy:  # one after the other
+            time += chunks * (chains["state"] + chains["busy"])
+        return {"backward_chains": time}
+
     monkeypatch.setattr(calibrate, "times", times)
+    monkeypatch.setattr(calibrate, "backward_times", backward_times)
     monkeypatch.setattr(calibrate, "launch_gap", lambda device: known["launch"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("H200", (), {"multi_processor_count": 132}))
     return known

@@ -96,6 +96,37 @@ def test_segments_can_be_fixed():
     assert Plan.build(*shapes(dim=80), segment_chunks=2).segment_chunks == 2
 
 
+@pytest.mark.parametrize("sm_count", SMS)
+@pytest.mark.parametrize("batch, value_heads, tokens", ROWS)
+def test_the_cut_of_the_backward(batch, value_heads, tokens, sm_count):
+    """Its two chains side by side: the shortest time with a multiprocessor for each thread block, or none cut."""
+    sizes = shapes(batch=batch, tokens=tokens, heads=value_heads // 4, value_heads=value_heads)
+    plan = Plan.build(*sizes, sm_count=sm_count)
+    (work,) = plan._works()
+    times = {cut: costs.chains_time(work, cut, sm_count) for cut in costs.candidates([work])}
+    whole = min(time for cut, time in times.items() if not cut.segment_chunks)
+    found = times[plan.backward_cut]
+    if plan.backward_cut.segment_chunks:
+        blocks = 2 * sum(count for _, count in costs.output_blocks(work, plan.backward_cut))
+        assert blocks <= sm_count and found <= WORTH_IT * whole
+        assert found == min(
+            time
+            for cut, time in times.items()
+            if cut.segment_chunks and 2 * sum(count for _, count in costs.output_blocks(work, cut)) <= sm_count
+        )
+    else:
+        assert found == whole
+    assert Plan.build(*sizes, sm_count=sm_count, context_parallel=False).backward_cut.segment_chunks == 0
+    assert Plan.build(*sizes, sm_count=sm_count, block_dv=64, segment_chunks=5).backward_cut == (64, 5)
+
+
+def test_the_backward_is_cut_where_chains_are_few_and_long():
+    few = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8))
+    assert few.backward_cut.segment_chunks and "backward: segments of" in few.explain()
+    many = Plan.build(*shapes(batch=4))
+    assert many.backward_cut.segment_chunks == 0 and "backward: whole sequences" in many.explain()
+
+
 def test_unknown_lengths_are_planned_for_both_extremes():
     """One plan must do for equal sequences and for a long one among short ones: it must not be lost on either."""
     unknown = Plan.build(*shapes(tokens=32768, heads=2, value_heads=8), cu_seqlens_shape=(5,))
@@ -116,6 +147,7 @@ def test_coefficients_are_measurements():
         assert all(known[name][part] >= 0 for part in parts) and known[name][parts[1]] > 0
     for columns in ("64", "128"):
         assert known["output"][columns]["chunk"] > 0 <= known["output"][columns]["busy"]
+        assert known["chains"][columns]["gradient"] > known["chains"][columns]["state"] > 0
     assert 0 < known["launch"] < 20
 
 

@@ -183,7 +183,7 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
                 most = 0
             warm = T.call_extern(
                 i32,
-                "segments::approach",
+                "segments::approach<32>",
                 T.address_of(gates[0, 0, 0, 0]),
                 slot + T.if_then_else(is_state != 0, -1, own),
                 T.if_then_else(is_state != 0, -1, 1),

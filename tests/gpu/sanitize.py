@@ -13,11 +13,13 @@ import sys
 import torch
 from flashqla.hopper import pieces
 pieces.LANES = int(sys.argv[1])
-from flashqla import chunk_gated_delta_rule, testing
-for heads, lengths, gate in (((2, 4), (65, 0, 1, 130), None), ((1, 1), (200,), -5.0), ((2, 8), (64, 3), 0.0)):
+from flashqla import Plan, chunk_gated_delta_rule, testing
+cases = ((2, 4), (65, 0, 1, 130), None, 0), ((1, 1), (200,), -5.0, 2), ((2, 8), (64, 3), 0.0, 0), ((1, 2), (250,), 0, 1)
+for heads, lengths, gate, segment_chunks in cases:
     made = testing.inputs(1, sum(lengths) + 5, *heads, 128, 128, lengths=lengths, gate=gate, dtype=torch.bfloat16,
                           device="cuda").requires_grad()
-    arguments = made.arguments(output_final_state=True, backend="hopper", use_qk_l2norm_in_kernel=True)
+    plan = Plan.build(made.q.shape, made.v.shape, made.cu_seqlens.shape, segment_chunks=segment_chunks)
+    arguments = made.arguments(output_final_state=True, backend="hopper", use_qk_l2norm_in_kernel=True, plan=plan)
     results = chunk_gated_delta_rule(**arguments)
     wanted = [getattr(made, name) for name in (*testing.PER_TOKEN, "initial_state")]
     results += torch.autograd.grad(results, wanted, (made.do, made.dht))
@@ -35,7 +37,8 @@ def main(tools: list[str]) -> int:
     for tool in tools:
         # Only the kernels of this package: torch's own are not under test. initcheck does not see what TMA writes, so
         # that it would take any reader of the results for a reader of nothing.
-        names = ("chunk_forward", "gated_inverse", "backward_state", "backward_adjoint", "backward_chunk")
+        names = ("chunk_forward", "gated_inverse", "segment_states", "segment_scan", "segment_order")
+        names += ("backward_chains", "backward_chunk")
         filters = [f"--kernel-name=kernel_substring={name}" for name in names]
         arguments = ["32" if tool == "racecheck" else "1", "skip" if tool == "initcheck" else "read"]
         command = ["compute-sanitizer", "--tool", tool, *filters, "--error-exitcode", "9", sys.executable, "-c", CASE]

@@ -38,6 +38,10 @@ static unsigned __float_as_uint(float x) {
   return bits;
 }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
+static float __shfl_up_sync(unsigned, float x, int) { return x; }
+static float __shfl_sync(unsigned, float x, int) { return x; }
+#include "%s"
 #include "%s"
 extern "C" int owner(const int* cu_seqlens, int n, int span, int extra) {
   return segments::owner(cu_seqlens, n, span, extra);
@@ -45,6 +49,9 @@ extern "C" int owner(const int* cu_seqlens, int n, int span, int extra) {
 extern "C" void sort(const int* cu_seqlens, int n, int items, int heads, int chunks, const float* gates,
                      float threshold, int* needed, float* decays, int* order) {
   segments::sort<1>(cu_seqlens, n, items, heads, chunks, gates, threshold, needed, decays, order);
+}
+extern "C" int approach(const float* gates, int slot, int step, int most, int heads, int head, float threshold) {
+  return segments::approach<1>(gates, slot, step, most, heads, head, threshold);
 }
 """
 
@@ -55,7 +62,7 @@ def device_code(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("segments")
-    (folder / "host.cpp").write_text(HOST % SOURCE)
+    (folder / "host.cpp").write_text(HOST % (SOURCE, SOURCE.with_name("approach.cuh")))
     library = folder / "host.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", folder / "host.cpp", "-o", library], check=True)
     return ctypes.CDLL(library)
@@ -245,3 +252,32 @@ def test_segments_add_no_error(strength, correlated):
     whole = error(chain(k, v, inverse, state, False))
     for segments in (4, 8, 16, 32):
         assert error(in_segments(k, v, inverse, state.float(), segments)) < 1.1 * whole
+
+
+@pytest.mark.parametrize("threshold", [-3.0, -10.0, -math.inf])
+@pytest.mark.parametrize("step", [1, -1])
+def test_approach(device_code, step, threshold):
+    """Chunks that a walk of the backward's chains begins outside of its segment: eq. 7.4 in either direction."""
+    torch.manual_seed(0)
+    slots, heads = 40, 3
+    gates = torch.zeros(slots, heads, 2, C)
+    gates[:, :, 0, -1] = -torch.rand(slots, heads)
+    gates[:, 1, 0, -1] = 0.0  # never decays
+    gates[12, 2, 1, -1] = -0.0  # outside of the conditions
+    gates[:12, 2, 1, -1] = gates[13:, 2, 1, -1] = 1.0
+    gates[:, :2, 1, -1] = 1.0
+    seen = set()
+    for head, start in itertools.product(range(heads), range(slots)):
+        most = slots - start if step == 1 else start + 1
+        chunks = [start + step * i for i in range(most)]
+        totals = list(itertools.accumulate(gates[chunk, head, 0, -1].item() for chunk in chunks))
+        expected = next((i + 1 for i, total in enumerate(totals) if total < threshold), most)
+        if head == 2 and 12 in chunks[:expected]:
+            expected = most
+        found = device_code.approach(
+            ctypes.c_void_p(gates.data_ptr()), start, step, most, heads, head, ctypes.c_float(threshold)
+        )  # fmt: skip
+        assert found == expected, (head, start)
+        seen.add(found == most)
+    assert seen == ({True} if threshold == -math.inf else {True, False})
+    assert device_code.approach(None, 0, step, 0, heads, 0, ctypes.c_float(threshold)) == 0
