@@ -131,13 +131,19 @@ def milliseconds(run: Callable[[], Any]) -> float:
 def captured(call: Callable[[], Any]) -> Replay:
     """Several calls as one CUDA graph, so that no time of the host is measured; about `REPLAY_MS` a replay.
 
-    Captured on the current stream, which must not be the default one: a backward runs on the stream of its forward.
+    Captured on the current stream, as a backward runs on that of its forward; on another one if it is the default.
     """
-    for _ in range(3):
-        call()
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
     calls = min(20, max(3, round(REPLAY_MS / milliseconds(call))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             call()
     graph.replay()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import heapq
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -125,25 +126,37 @@ def cheapest(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool)
 def cheapest_backward(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool) -> Cut | None:
     """The cut of the backward's chains, as `cheapest` chooses that of the forward.
 
-    Sequences are cut only so far that every thread block still has a multiprocessor: blocks of heads that do not decay
-    walk whole sequences, as they do uncut, and must not keep others waiting.
+    Thread blocks of heads that do not decay walk whole sequences, as they do uncut. So that such heads lose next to
+    nothing, every block must have a multiprocessor, and even then the more of these are busy the slower each is.
     """
     cuts = candidates(works)
     if fixed.segment_chunks is not None:
         cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
     cuts = [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
-    if fixed.segment_chunks is None and not must_cut:
-        cuts = [cut for cut in cuts if not cut.segment_chunks or _most_chains(works, cut) <= sm_count]
-    costs = [(sum(chains_time(work, cut, sm_count) for work in works), cut) for cut in cuts]
-    whole = [cost for cost in costs if not cost[1].segment_chunks]
-    best = min(costs, default=None)
-    if best and whole and best[0] > WORTH_IT * min(whole)[0]:
-        best = min(whole)
-    return best[1] if best else None
+    whole = min(((_chains(works, cut, sm_count), cut) for cut in cuts if not cut.segment_chunks), default=None)
+    parts = [cut for cut in cuts if cut.segment_chunks]
+    if whole:
+        parts = [cut for cut in parts if _steady_chains(works, cut, sm_count) * WORTH_IT <= whole[0]]
+    best = min(((_chains(works, cut, sm_count), cut) for cut in parts), default=None)
+    if best and whole and best[0] > WORTH_IT * whole[0]:
+        best = None
+    return (best or whole or (0, None))[1]
 
 
-def _most_chains(works: Sequence[Work], cut: Cut) -> int:
-    return max(2 * sum(count for _, count in output_blocks(work, cut)) for work in works)
+def _chains(works: Sequence[Work], cut: Cut, sm_count: int) -> float:
+    return sum(chains_time(work, cut, sm_count) for work in works)
+
+
+def _steady_chains(works: Sequence[Work], cut: Cut, sm_count: int) -> float:
+    """The same where every block walks the longest sequence; infinite where blocks have to wait for others."""
+    known = coefficients()["chains"][str(cut.block_dv)]
+    blocks = [2 * sum(count for _, count in output_blocks(work, cut)) for work in works]
+    if max(blocks) > sm_count:
+        return math.inf
+    return sum(
+        known["start"] + (known["gradient"] + known["busy"] * count / sm_count) * work.longest
+        for work, count in zip(works, blocks, strict=True)
+    )
 
 
 def chains_time(work: Work, cut: Cut, sm_count: int) -> float:

@@ -265,7 +265,8 @@ def test_a_graph_holds_several_calls(ms, calls, monkeypatch):
     stream = types.SimpleNamespace(wait_stream=lambda _: None)
     graph = types.SimpleNamespace(replay=lambda: None)
     fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph}
-    fakes |= {"stream": contextlib.nullcontext, "graph": lambda graph, stream: contextlib.nullcontext()}
+    fakes |= {"default_stream": lambda: stream, "synchronize": lambda: None}
+    fakes |= {"stream": lambda _: contextlib.nullcontext(), "graph": lambda graph, stream: contextlib.nullcontext()}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(bench_race, "milliseconds", lambda run: ms)

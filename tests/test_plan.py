@@ -99,7 +99,7 @@ def test_segments_can_be_fixed():
 @pytest.mark.parametrize("sm_count", SMS)
 @pytest.mark.parametrize("batch, value_heads, tokens", ROWS)
 def test_the_cut_of_the_backward(batch, value_heads, tokens, sm_count):
-    """Its two chains side by side: the shortest time with a multiprocessor for each thread block, or none cut."""
+    """Its two chains side by side, a multiprocessor for each thread block: faster, and no slower for steady heads."""
     sizes = shapes(batch=batch, tokens=tokens, heads=value_heads // 4, value_heads=value_heads)
     plan = Plan.build(*sizes, sm_count=sm_count)
     (work,) = plan._works()
@@ -108,12 +108,9 @@ def test_the_cut_of_the_backward(batch, value_heads, tokens, sm_count):
     found = times[plan.backward_cut]
     if plan.backward_cut.segment_chunks:
         blocks = 2 * sum(count for _, count in costs.output_blocks(work, plan.backward_cut))
-        assert blocks <= sm_count and found <= WORTH_IT * whole
-        assert found == min(
-            time
-            for cut, time in times.items()
-            if cut.segment_chunks and 2 * sum(count for _, count in costs.output_blocks(work, cut)) <= sm_count
-        )
+        known = costs.coefficients()["chains"][str(plan.backward_cut.block_dv)]
+        steady = known["start"] + work.longest * (known["gradient"] + known["busy"] * blocks / sm_count)
+        assert blocks <= sm_count and found <= WORTH_IT * whole and steady <= whole / WORTH_IT
     else:
         assert found == whole
     assert Plan.build(*sizes, sm_count=sm_count, context_parallel=False).backward_cut.segment_chunks == 0

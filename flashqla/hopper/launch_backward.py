@@ -115,6 +115,7 @@ def backward(
             int(options.use_qk_l2norm),
         )
         if chunk_gradients:
+            del inverse  # its memory does for dq or dk
             dq, dk = empty(B * T, H, K), empty(B * T, H, K)
             dg, dbeta = empty(B * T, HV, dtype=f32), empty(B * T, HV, dtype=f32)
             kernel("backward_chunk", **sizes, beta_dtype=dtype_name(beta_rows))(
