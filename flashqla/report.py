@@ -42,10 +42,11 @@ class Evidence:
     env: dict[str, Any]
     rows: list[dict[str, Any]]
     commits: tuple[str, ...]
+    kind: str = "cases within their limits"
 
     @property
     def is_bench(self) -> bool:
-        return any("time_ms" in row for row in self.rows)
+        return any("pass" in row for row in self.rows)
 
     @property
     def says(self) -> str:
@@ -53,9 +54,12 @@ class Evidence:
         if self.is_bench:
             passes = list(dict.fromkeys(row["pass"] for row in self.rows))
             return f"{len(self.rows)} rows of the benchmark ({', '.join(passes)})"
+        if any("time_ms" in row for row in self.rows):
+            return f"{len(self.rows)} rows of decoding"
         if self.rows:
             passed = sum(bool(row.get("ok")) for row in self.rows)
-            return f"{passed} of {len(self.rows)} cases within their limits"
+            skipped = sum(row.get("ok") is None for row in self.rows)
+            return f"{passed} of {len(self.rows) - skipped} {self.kind}" + f", {skipped} skipped" * bool(skipped)
         return "log"
 
 
@@ -96,7 +100,13 @@ def load(root: pathlib.Path) -> list[Evidence]:
         if path.suffix == ".json":
             content = json.loads(path.read_text())
             env = content["env"]
-            found.append(Evidence(path.relative_to(root), env, content["rows"], (env.get("commit") or "unknown",)))
+            kind = Evidence.kind
+            if notebooks := content.get("notebooks"):
+                kind, content["rows"] = "notebooks without a failed check", list(notebooks.values())
+            elif "command" in content:
+                kind = f"tests passed ({content['command']})"
+            commits = (env.get("commit") or "unknown",)
+            found.append(Evidence(path.relative_to(root), env, content["rows"], commits, kind))
         elif path.suffix == ".txt":
             text = path.read_text()
             date = re.search(r"\d{4}-\d\d-\d\d", text)
