@@ -122,7 +122,7 @@ class Variant:
             )
         if self.kernel == "backward_chunk":
             # Sums, products and an operand take 144 of 160 registers; addresses and a few of the sums are reloaded.
-            return Budget(threads=512, spill_bytes=192, main_loop_spills=4, side_loop_spills=24)
+            return Budget(threads=512, spill_bytes=192, main_loop_spills=6, side_loop_spills=24)
         if self.kernel == "recurrent":
             ctas = self.module.ctas_per_sm(self["dtype"], self["head_dim_k"], self["state_v_first"])
             return Budget(threads=128, ctas_per_sm=ctas, wgmma=False)
