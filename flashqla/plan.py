@@ -230,14 +230,14 @@ class Plan:
 
     def explain(self) -> str:
         """The plan in plain words, with what the alternatives would cost."""
-        kind = "packed" if self.packed else "dense"
+        kind = f"{'packed' if self.packed else 'dense'} sequence{'s' if self.num_sequences != 1 else ''}"
         known = (
             "known to the host"
             if self.lengths is not None or not self.packed
             else "known only to the device (upper bounds)"
         )
         lines = [
-            f"{self.num_sequences} {kind} sequences over {self.num_tokens} tokens, none longer than {self.max_seqlen}",
+            f"{self.num_sequences} {kind} over {self.num_tokens} tokens, none longer than {self.max_seqlen}",
             f"sequence lengths {known}",
             f"{self.num_heads} query/key heads with K = {self.head_dim_k}, "
             f"{self.num_value_heads} value heads with V = {self.head_dim_v}",

@@ -163,7 +163,7 @@ _ = check("eq. 3.6", S_next, S_loop, 1e-12)
 # which it does not). $P$ is $\Gamma$ times query-key similarity.
 
 # %%
-fig, axes = plt.subplots(1, 4, figsize=(12, 3.2))
+fig, axes = plt.subplots(1, 4, figsize=(11, 2.7))
 for ax, (title, matrix) in zip(
     axes, {r"$\Gamma$": Gamma, r"$L$": L, r"$A - I$": A - torch.eye(C), r"$P$": P}.items(), strict=True
 ):
@@ -174,7 +174,7 @@ for ax, (title, matrix) in zip(
         image = ax.imshow(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
     ax.grid(False)
     ax.set(title=title, xlabel="token j (written)")
-    fig.colorbar(image, ax=ax, shrink=0.8)
+    fig.colorbar(image, ax=ax, shrink=0.72)
 axes[0].set_ylabel("token i (reads)")
 plt.show()
 

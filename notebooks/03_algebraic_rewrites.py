@@ -431,7 +431,7 @@ FORMS = {
 KINDS = {
     "tensor": "Tensor Core operations",
     "cuda": "CUDA-core operations",
-    "exp": "exponentials",
+    "exp": "Exponentials",
     "hbm": "HBM bytes",
 }
 REAL = {size_C: 64, size_K: 128, size_V: 128}
@@ -523,9 +523,9 @@ for options in cases.values():
     for name, form in FORMS.items():
         errors[name].append(testing.compare(run(form, Rounding(), drawn, torch.float32)[0], exact).relative_l2)
 
-print(f"{'relative error of the output':30}" + "".join(f"{case:>18}" for case in cases))
+print(f"{'relative error of the output':30}" + "".join(f"{case:>20}" for case in cases))
 for name, row in errors.items():
-    print(f"{name:30}" + "".join(f"{error:18.2e}" for error in row))
+    print(f"{name:30}" + "".join(f"{error:20.2e}" for error in row))
 
 fig, ax = plt.subplots(figsize=(9, 3.2))
 for i, (name, row) in enumerate(errors.items()):
@@ -551,6 +551,7 @@ _ = check("eq. 8.1 to 8.6 in bf16", rounded, library.output[0, :, 0], 1e-2)
 
 
 # %% jupyter={"source_hidden": true}
+# Solution 1
 def scaled_queries(m, Q, K, V, G, beta, S, c):
     """Solution 1: as many multiplications where K = V, but the scaled queries must be rounded once more."""
     k, b = m.load(K), m.load(beta, 4)

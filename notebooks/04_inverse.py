@@ -16,7 +16,7 @@
 # ---
 
 # %% [markdown]
-# # 04 The inverse: a small triangular matrix, and how not to compute it
+# # 04 The inverse of a triangular matrix, and how not to compute it
 #
 # Every chunk needs $A = (I + L)^{-1}$ with $L$ strictly lower triangular, $64 \times 64$ (eq. 3.1, 3.2). It is less
 # than two percent of the arithmetic (counted in notebook 03) and the part that fits a GPU worst: substitution goes row
@@ -174,8 +174,8 @@ _ = check("eq. 5.2: a full inverse by halves alone", blockwise(L, 1), library, 1
 #
 # Inverses of triangular matrices can explode: with all entries of $L$ equal to $-1$ the last entry of the inverse is
 # $2^{62}$. Not here. Put $L_{ij} = \beta_i k_i^\top k_j$ into eq. 5.1: $A_{ij} = -\beta_i k_i^\top x_i$ with $x_i =
-# \sum_{j \le m < i} A_{mj} k_m$. This sum starts as $x_{j+1} = k_j$ and grows by $A_{ij} k_i = -\beta_i k_i k_i^\top
-# x_i$ at each row, so $x_{i+1} = (I - \beta_i k_i k_i^\top)\, x_i$, and with later factors on the left
+# \sum_{j \le m < i} A_{mj} k_m$. This sum starts as $x_{j+1} = k_j$ and at each row gains $A_{ij} k_i = -\beta_i k_i
+# k_i^\top x_i$, so $x_{i+1} = (I - \beta_i k_i k_i^\top)\, x_i$, and with later factors on the left
 #
 # $$ A_{ij} = -\beta_i\, k_i^\top \Big[ \prod_{j<m<i} (I - \beta_m k_m k_m^\top) \Big] k_j . $$
 #

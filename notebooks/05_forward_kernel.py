@@ -39,12 +39,15 @@
 # shared memory counts arrivals.
 
 # %%
+import contextlib
 import json
 import os
 import pathlib
 import random
 import re
+import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -359,8 +362,9 @@ left.set(title="Thread of each element of a 64 x 64 accumulator", xlabel="column
 right.imshow(thread[:16, :16], cmap="viridis")
 for row in range(16):
     for column in range(16):
-        right.text(column, row, int(thread[row, column]), ha="center", va="center", fontsize=6.5, color="w")
-right.set(title="the first warp's corner, lanes 0 to 31", xlabel="column", ylabel="row")
+        lane = int(thread[row, column])
+        right.text(column, row, lane, ha="center", va="center", fontsize=6.5, color="w" if lane < 18 else "k")
+right.set(title="The first warp's corner, lanes 0 to 31", xlabel="column", ylabel="row")
 for ax in (left, right):
     ax.grid(False)
 plt.show()
@@ -710,9 +714,10 @@ def draw_schedule(ax, done, title, until):
             ax.barh(
                 y, work.end - work.start, left=work.start, color=f"C{work.chunk % 5}", edgecolor="white", height=0.8
             )
-            if work.end - work.start > until / 40:
-                middle = (work.start + work.end) / 2
-                ax.text(middle, y, work.label, ha="center", va="center", fontsize=7.5, color="white", clip_on=True)
+            width = min(work.end, until) - work.start
+            if width > until / 130 * len(work.label):  # it fits
+                style = dict(ha="center", va="center", fontsize=7.5 if width > until / 40 else 6, color="white")
+                ax.text(work.start + width / 2, y, work.label, **style)
     ax.set_yticks(range(len(rows)), rows)
     ax.set(title=title, xlim=(0, until))
     ax.invert_yaxis()
@@ -722,7 +727,7 @@ def draw_schedule(ax, done, title, until):
 one, two = (simulate(roles_of_level_5(12, stages)) for stages in (1, 2))
 fig, axes = plt.subplots(2, 1, figsize=(10, 3.4), sharex=True)
 for ax, done, stages in zip(axes, (one, two), (1, 2), strict=True):
-    draw_schedule(ax, done, f"level 5 with {stages} stage{'s' * (stages > 1)} (a color for each chunk)", 6000)
+    draw_schedule(ax, done, f"Level 5 with {stages} stage{'s' * (stages > 1)} (a colour for each chunk)", 6000)
 axes[1].set_xlabel("cycles")
 plt.show()
 print(f"cycles a chunk: {max(w.end for w in one) / 12:.0f} with one stage, {max(w.end for w in two) / 12:.0f} with two")
@@ -979,8 +984,8 @@ def roles_of_level_6(n, stages=STAGES, buffers=2, without=()):
 
 six = simulate(roles_of_level_6(12))
 fig, axes = plt.subplots(2, 1, figsize=(10, 4.6), sharex=True, height_ratios=[2, 4])
-draw_schedule(axes[0], two, "level 5", 6000)
-draw_schedule(axes[1], six, "level 6", 6000)
+draw_schedule(axes[0], two, "Level 5", 6000)
+draw_schedule(axes[1], six, "Level 6", 6000)
 axes[1].set_xlabel("cycles (products counted, the rest assumed)")
 plt.show()
 
@@ -990,7 +995,7 @@ found["a single P buffer"] = verdict(lambda: roles_of_level_6(8, buffers=1))
 found["three stages, two P"] = verdict(lambda: roles_of_level_6(8, stages=3))
 found["as it is"] = verdict(lambda: roles_of_level_6(8))
 for name, text in found.items():
-    print(f"{name:22} {text[:80]}")
+    print(f"{name:22} {textwrap.shorten(text, 90, placeholder=' ...')}")
 assert [name for name, text in found.items() if text == "nothing goes wrong"] == ["as it is"]
 
 # %% [markdown]
@@ -1011,7 +1016,8 @@ if has_nvcc:
     for variant in select():
         production.setdefault(variant.kernel, variant)
     compiled = levels + [production[name] for name in ("gated_inverse", "chunk_forward") if name in production]
-    measured = in_parallel(lambda level, _: resources.resources(level), compiled, None, "compiling")
+    with contextlib.redirect_stderr(sys.stdout):  # its progress bar is no error
+        measured = in_parallel(lambda level, _: resources.resources(level), compiled, None, "compiling")
     shown = [name for name in resources.INSTRUCTIONS if name != "HMMA"]
     header = ("threads", "regs", "spills", "KB", *shown)
     widths = [max(len(name), 4) + 1 for name in header]
@@ -1094,9 +1100,15 @@ if cfg.needs_hopper():
         check(f"level {level.name}: state", final, truth.final_state[0], 1e-2)
 
     big = testing.inputs(
-        tokens=8192, heads=16, value_heads=64, head_dim_k=D, head_dim_v=D, dtype=torch.bfloat16, device="cuda",
+        tokens=8192,
+        heads=16,
+        value_heads=64,
+        head_dim_k=D,
+        head_dim_v=D,
+        dtype=torch.bfloat16,
+        device="cuda",
         initial_state=False,
-    )  # fmt: skip
+    )
     q, k, v, g, beta, mixing, gates, o, final = arrays(big)
     out = torch.empty(len(q) // C, 16, C, C, device="cuda")
     milliseconds = {level_1.name: median_ms(lambda: kernels[level_1.name](k, out))}

@@ -134,8 +134,10 @@ _ = check("eq. 6.2: Y, against the library", Y, adjoints.multiplier[0], 1e-12)
 # way: differentiate the product $U = T W$ with $T = \tilde A\,\mathrm{diag}(\beta)$ and $\tilde A = \Gamma \circ A$,
 # then the inverse. From $A(I + L) = I$ follows $\delta A = -A\,\delta L\,A$, hence
 #
-# $$ dT = \mathrm{tril}(dU\,W^\top), \qquad d\tilde A = dT\,\mathrm{diag}(\beta), \qquad dL = -\mathrm{stril}\big(A^\top
-# (\Gamma \circ d\tilde A) A^\top\big), \qquad N = \mathrm{diag}(\beta)\,dL \qquad \text{(eq. 6.5, 6.6)} . $$
+# $$ dT = \mathrm{tril}(dU\,W^\top), \qquad d\tilde A = dT\,\mathrm{diag}(\beta) \qquad \text{(eq. 6.5)} $$
+#
+# $$ dL = -\mathrm{stril}\big(A^\top (\Gamma \circ d\tilde A) A^\top\big), \qquad N = \mathrm{diag}(\beta)\,dL \qquad
+# \text{(eq. 6.6)} $$
 #
 # $N$ is the gradient by the entries of $KK^\top$. $\beta$ is a factor of $T$'s columns and of $L$'s rows (eq. 6.7),
 # and $\Gamma$ is a factor of $\tilde A$, so its logarithm gets gradient times value, $E = d\tilde A \circ \Gamma \circ
@@ -201,10 +203,11 @@ for ax, (name, X) in zip(axes, {"textbook form": E_textbook, "adjoint form": E}.
     image = ax.imshow(X.tril(-1), cmap="RdBu_r", norm=norm)
     ax.set(title=f"E, {name}", xlabel="column j", ylabel="row i")
     ax.grid(False)
-fig.colorbar(image, ax=axes[1], label="d loss / d log Γ", ticks=[-1, -1e-2, 0, 1e-2, 1])
+bar = fig.colorbar(image, ax=axes[1], ticks=[-1, -1e-2, 0, 1e-2, 1])
+bar.ax.set_title("d loss / d log Γ", fontsize=8, pad=10)
 axes[2].plot(crossing(E_textbook), linewidth=4, alpha=0.4, label="textbook")
 axes[2].plot(crossing(E), label="adjoint", color="C1")
-axes[2].set(title="summed over each boundary", xlabel="token t")
+axes[2].set(title="summed over each boundary", xlabel="token t", ylabel="share of dg")
 axes[2].legend()
 plt.show()
 
@@ -265,9 +268,8 @@ _ = check("eq. 6.15: dg by rows", dG.flip(0).cumsum(0).flip(0), truth["g"], 1e-1
 # %%
 def both_forms(gate, dtype):
     """dg of one chunk with this gate on every token, by eq. 6.14 and by eq. 6.15."""
-    x = testing.inputs(tokens=C, heads=1, value_heads=1, head_dim_k=D, head_dim_v=D, gate=gate, dtype=torch.float64).to(
-        dtype
-    )
+    exact = testing.inputs(tokens=C, heads=1, value_heads=1, head_dim_k=D, head_dim_v=D, gate=gate, dtype=torch.float64)
+    x = exact.to(dtype)
     layout = Layout.of(x.q, None, C)
     found = cut(layout, x.q, x.k, x.v, x.g, x.beta, s)
     start, end = x.initial_state[0, 0], x.dht[0, 0]
@@ -493,18 +495,19 @@ designs = {
 }
 
 kernels = ("state chain", "adjoint chain", "chunk gradients", "forward, extra")
-print(f"KB of memory traffic a chunk and value head, K = V = {D_real}, four value heads a key head")
+print(f"KiB of memory traffic a chunk and value head, K = V = {D_real}, four value heads a key head")
 print(f"{'':30}" + "".join(f"{name:>17}" for name in kernels) + f"{'sum':>8}")
 for name, machine in designs.items():
     cells = [machine.bytes[kernel] / parts / 1024 for kernel in kernels]
     print(f"{name:30}" + "".join(f"{cell:17.1f}" for cell in cells) + f"{sum(cells):8.1f}")
-print("\nproducts a chunk:", {kernel: round(ours.products[kernel] / parts, 2) for kernel in kernels[:3]})
+products = {kernel: ours.products[kernel] / parts for kernel in kernels[:3]}
+print("\nproducts a chunk:          ", ", ".join(f"{kernel} {number:g}" for kernel, number in products.items()))
 chained = {
     "state chain": forwards.chained["state chain"] / parts,
     "adjoint chain": ours.chained["adjoint chain"] / parts,
 }
 chained["gradients inside"] = (ours.chained["adjoint chain"] + ours.chained["chunk gradients"]) / parts
-print("of them one after the other:", chained)
+print("of them one after the other:", ", ".join(f"{kernel} {number:g}" for kernel, number in chained.items()))
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.3), width_ratios=[3, 2])
 start = torch.zeros(len(designs))
@@ -512,7 +515,7 @@ for kernel in kernels:
     width = torch.tensor([machine.bytes[kernel] / parts / 1024 for machine in designs.values()])
     left.barh(list(designs), width, left=start, label=kernel)
     start = start + width
-left.set(xlabel="KB a chunk and value head", title="Memory traffic")
+left.set(xlabel="KiB a chunk and value head", title="Memory traffic")
 left.invert_yaxis()
 left.legend(fontsize=8, loc="lower right")
 left.set_xlim(0, 560)

@@ -176,9 +176,8 @@ for w in range(1, T // C + 1):
     tail = {name: getattr(same, name)[:, T - w * C :] for name in testing.PER_TOKEN}
     warm = reference.chunked(**tail, output_final_state=True).final_state[0, 0]
     head = {name: getattr(same, name)[:, : T - w * C] for name in testing.PER_TOKEN}
-    S_w = S_0 if w == T // C else reference.chunked(
-        **head, initial_state=same.initial_state, output_final_state=True
-    ).final_state[0, 0]  # fmt: skip
+    before = dict(initial_state=same.initial_state, output_final_state=True)
+    S_w = S_0 if w == T // C else reference.chunked(**head, **before).final_state[0, 0]
     errors.append(float(torch.linalg.matrix_norm(exact - warm, 2)))
     bounds.append(math.exp(gate * C * w) * float(torch.linalg.matrix_norm(S_w, 2)))
 assert all(error <= bound * (1 + 1e-9) for error, bound in zip(errors, bounds, strict=True))
@@ -287,7 +286,7 @@ for row, (name, plan) in zip(axes, calls.items(), strict=True):
         boxes, end = timeline(plan, p, warm)
         phases, sms, starts, widths = zip(*boxes, strict=True)
         colors = [COLORS[phase] for phase in phases]
-        ax.barh(sms, widths, left=starts, height=1.0, color=colors, edgecolor="white", linewidth=0.15)
+        ax.barh(sms, widths, left=starts, height=1.0, color=colors, linewidth=0, antialiased=False)
         busy = sum(box[3] for box in boxes) / (end * plan.sm_count)
         ax.set_title(f"{choice}, p = {p}\n{end:,.0f} steps, SMs {100 * busy:.0f} % busy", fontsize=9)
         ax.grid(False)
@@ -323,8 +322,8 @@ plt.show()
 for name, plan in calls.items():
     one, exact, warm = timeline(plan)[1], best(plan), best(plan, 16)
     speed = one / timeline(plan, exact)[1], one / timeline(plan, warm, 16)[1]
-    print(f"{name:22} one chain {one:5,.0f} steps; exact maps: {speed[0]:.1f} times as fast, p = {exact}; "
-          f"warm-up: {speed[1]:.1f}, p = {warm}")  # fmt: skip
+    faster = f"exact maps: {speed[0]:.1f} times as fast, p = {exact}; warm-up: {speed[1]:.1f}, p = {warm}"
+    print(f"{name:22} one chain {one:5,.0f} steps; {faster}")
 tp8, tp1 = list(calls.values())[:2]
 assert timeline(tp8, best(tp8))[1] < timeline(tp8)[1] / 2 and best(tp1) == best(tp1, 16) == 1
 

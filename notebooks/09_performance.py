@@ -16,7 +16,7 @@
 # ---
 
 # %% [markdown]
-# # 09 Performance: what the machine allows, what was measured, and where we are slower
+# # 09 Performance: limits, measurements, and where we are slower
 #
 # Every number in this notebook comes from one of two sources: counts made by code that runs the formulas, and
 # measurements on an NVIDIA H200 that are committed as JSON in [results/h200](results/h200). Nothing is typed in, and
@@ -60,14 +60,16 @@ COLORS = {"flashqla": "C0", "flashinfer": "C1", "flash_qla": "C2", "fla": "C3"}
 
 # %%
 contenders = [name for name in COLORS if any(name in row["error"] for row in forward)]
-fig, ax = plt.subplots(figsize=(8, 3))
+largest = max(found["o"] for row in forward for found in row["error"].values())
+fig, ax = plt.subplots(figsize=(8, 2.2))
 for name in contenders:
     errors = [row["error"][name]["o"] for row in forward if name in row["error"]]
     ax.plot(errors, [name] * len(errors), "o", alpha=0.4, color=COLORS[name])
     print(f"{name:12} relative error of the output: {min(errors):.1e} to {max(errors):.1e}, {len(errors)} rows")
     assert max(errors) < 1e-2
-ax.set(xlabel="relative error of the output against float64", xlim=(0, None), title="Errors of the timed results")
 ax.margins(y=0.3)
+ax.set(xlabel="relative error of the output against float64", title="Errors of the timed results")
+ax.set_xlim(0, 1.05 * largest)
 plt.show()
 
 # %% [markdown]
@@ -123,9 +125,8 @@ for shared in (1, 2, 4):
     tiles = 2 * (2 * C * D + 2 * C * C) + 2 * 3 * C * D / shared + 24 * C
     check(f"operations, R = {shared}", torch.tensor(flops), torch.tensor(products), 1e-6)
     check(f"bytes, R = {shared}", torch.tensor(traffic), torch.tensor(tiles), 1e-6)
-    print(
-        f"    R = {shared}: {flops / 1e6:.1f} million operations, {traffic / 1024:.0f} KB, {flops / traffic:.0f} a byte"
-    )
+    intensity = f"{flops / traffic:.0f} operations a byte"
+    print(f"    R = {shared}: {flops / 1e6:.1f} million operations, {traffic / 1024:.0f} KiB, {intensity}")
 
 # %% [markdown]
 # ## 3 The roofline
@@ -163,10 +164,12 @@ for name in contenders:
         label=name,
     )
 ax.axvline(peak / bandwidth, color="0.7", linestyle=":")
+ax.annotate(" ridge", (peak / bandwidth, 29), color="0.4")
 ax.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="T operations/s (useful ones)")
 ax.set(title="Forward on the H200: every committed row", ylim=(20, 1200))
 ax.set_xticks([50, 100, 200, 400], ["50", "100", "200", "400"])
-ax.xaxis.minorticks_off()
+ax.set_yticks([25, 50, 100, 200, 400, 800], ["25", "50", "100", "200", "400", "800"])
+ax.minorticks_off()
 ax.legend(loc="upper left")
 plt.show()
 best = max((work(row)[0] / row["time_ms"]["flashqla"] / 1e9, row["name"]) for row in forward)
@@ -278,8 +281,8 @@ for ratio, row, peer in slower:
     plan = Plan.build(
         (1, sum(row["seqlens"]), row["hk"], D), (1, sum(row["seqlens"]), row["hv"], D), lengths=row["seqlens"]
     )
-    print(f"slower: {row['name']:14} {1 / ratio:.2f} times the time of {peer}; "
-          f"{plan.chains} chains for {plan.sm_count} SMs, longest {max(row['seqlens'])} tokens")  # fmt: skip
+    shape = f"{plan.chains} chains for {plan.sm_count} SMs, longest {max(row['seqlens'])} tokens"
+    print(f"slower: {row['name']:14} {1 / ratio:.2f} times the time of {peer}; {shape}")
 faster = len(pairs) - len(slower)
 print(f"faster in {faster} of {len(pairs)} comparisons, slower in {len(slower)}")
 
@@ -294,9 +297,9 @@ for direction in ("backward", "step"):
     if not found:
         print(f"{direction}: nothing committed")
     for row in found:
-        ours = row["time_ms"].get("flashqla")
-        print(f"{direction} {row['name']:16}" + "  ".join(f"{name} {ms:.3f}" for name, ms in row["time_ms"].items())
-              + ("" if ours else "  (flashqla: none)"))  # fmt: skip
+        times = [f"{name} {ms:.3f} ms" for name, ms in row["time_ms"].items()]
+        missing = [] if "flashqla" in row["time_ms"] else ["(flashqla: none)"]
+        print(f"{direction} {row['name']:16}", *times, *missing, sep="  ")
 
 # %% [markdown]
 # ## 6 Before the first result: cold start
@@ -382,8 +385,8 @@ _, traffic = call_count(4)
 share = 2 * 2 * C * C / traffic
 row = Row.parse("16/64 4x8192")
 chunk_heads = row.chunks * row.value_heads
-print(f"{100 * share:.0f} % of the traffic; {1e3 * traffic * chunk_heads / bandwidth:.3f} ms would become "
-      f"{1e3 * (1 - share) * traffic * chunk_heads / bandwidth:.3f}")  # fmt: skip
+limit = 1e3 * traffic * chunk_heads / bandwidth
+print(f"{100 * share:.0f} % of the traffic; {limit:.3f} ms would become {(1 - share) * limit:.3f} ms")
 _ = check("exercise 2: chunk-heads", torch.tensor(float(chunk_heads)), torch.tensor(4 * 128 * 64.0))
 
 # %% [markdown]

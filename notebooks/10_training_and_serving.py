@@ -26,7 +26,10 @@
 # works on bytes. On a CPU the training below is short, on a GPU it is longer and larger.
 
 # %%
+import contextlib
+import sys
 import time
+import warnings
 
 import matplotlib.pyplot as plt
 import torch
@@ -69,7 +72,7 @@ left.set_xticks(range(0, 7, 2), ["1", "100", "10K", "1M"])
 left.set(xlabel="bytes of a document", ylabel="documents", title="The corpus")
 for index, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
     right.barh(0, stop - start, left=start, color=f"C{index % 5}", edgecolor="white")
-right.set(xlabel="token", title="One packed batch", yticks=[])
+right.set(xlabel="token", title="One packed batch, a colour a document", yticks=[])
 right.grid(False)
 plt.show()
 
@@ -132,7 +135,8 @@ run = demo.begin(config, cfg.device)
 parameters = sum(parameter.numel() for parameter in run.model.parameters())
 before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
 start = time.perf_counter()
-demo.train(run, batches, steps, seconds, rate)
+with contextlib.redirect_stderr(sys.stdout):  # its progress bar is no error
+    demo.train(run, batches, steps, seconds, rate)
 elapsed = time.perf_counter() - start
 speed = len(run.losses) * tokens_per_step / elapsed
 print(f"{parameters / 1e6:.2f} M parameters, {len(run.losses)} steps, {speed:,.0f} tokens/s")
@@ -249,7 +253,7 @@ with torch.no_grad(), demo.mixed_precision(cfg.device):
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
 left.plot(contexts, [x / 2**20 for x in cache_bytes], label="attention, 8 KV heads")
 left.axhline(state_bytes / 2**20, color="C1", label="GatedDeltaNet, 32 heads")
-left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MB a layer and request", title="Memory")
+left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB a layer and request", title="Memory")
 left.legend(fontsize=8)
 right.plot(prompt_lengths, [1e3 * x for x in seconds], "o-")
 right.set(xscale="log", xlabel="tokens before", ylabel="ms a token", title="One decoded token", ylim=(0, None))
@@ -288,6 +292,7 @@ else:
 # cell builds a tiny Qwen3-Next with random weights, nothing is downloaded, and compares logits before and after.
 
 # %%
+warnings.filterwarnings("ignore", message="IProgress")  # of a progress bar that is not used
 try:
     import transformers
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -296,6 +301,7 @@ try:
 except ImportError as error:
     print(f"skipped: needs transformers ({str(error).splitlines()[0]})")
 else:
+    transformers.logging.set_verbosity_error()  # it recommends the kernels that it misses
     tiny = Qwen3NextConfig(
         vocab_size=256,
         hidden_size=64,
