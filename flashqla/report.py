@@ -204,7 +204,9 @@ def introduction(direction: str, runs: Sequence[Evidence]) -> str:
         for name, error in worst.items()
     )
     dates = sorted({one.env["date"][:10] for one in runs})
-    how = "medians of CUDA-graph replays" if direction == "forward" else "medians of calls queued back to back"
+    how = "medians of CUDA-graph replays"
+    if waiting := sorted({name for one in runs for row in one.rows for name in row.get("eager", ())}):
+        how += f" ({' and '.join(PEERS.get(name, name) for name in waiting)}: of calls queued back to back)"
     return (
         f"**{TITLES[direction]}** on one {env['gpu']}, {' and '.join(dates)}, K = V = 128, bfloat16, states given and "
         f"returned: milliseconds, {how}. Every contender was first held against float64 on the same inputs; largest "
