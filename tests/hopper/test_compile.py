@@ -28,7 +28,7 @@ CHEAPEST = find_variant(
 
 def test_table():
     names = {variant.name for variant in VARIANTS}
-    assert len(VARIANTS) == len(set(VARIANTS)) == len(names) == 3 * 12 + 16 + 8 + 4 + 1 + 48 + 16
+    assert len(VARIANTS) == len(set(VARIANTS)) == len(names) == 2 * 12 + 16 + 8 + 4 + 1 + 48 + 16
 
 
 @pytest.mark.parametrize("dtype", compile.DTYPES)
@@ -53,7 +53,7 @@ def test_other_variants_are_refused_by_name():
 
 def test_selection():
     common = select()
-    assert len(common) == 3 * 2 + 2 + 3 + 3 * 2 + 2
+    assert len(common) == 2 * 2 + 2 + 3 + 3 * 2 + 2
     assert all(dict(variant.options).get("dtype", "bfloat16") == "bfloat16" for variant in common)
     assert {variant["heads"] for variant in common if variant.kernel == "gated_inverse"} == {1, 2, 4}
     assert len(select(("bfloat16", "float16"))) == 2 * len(common) - 2  # two kernels serve both
