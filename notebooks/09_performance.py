@@ -263,18 +263,22 @@ pairs = [
     if peer != "flashqla" and peer in row["time_ms"]
 ]
 pairs.sort(key=lambda pair: pair[0])
-fig, ax = plt.subplots(figsize=(9, 0.26 * len(pairs) + 1))
-ratios = [ratio for ratio, _, _ in pairs]
-bars = ax.barh(
-    range(len(pairs)), [r - 1 for r in ratios], left=1, color=[COLORS[p] if r >= 1 else "C4" for r, _, p in pairs]
-)
-ax.bar_label(bars, [f" {ratio:.2f} " for ratio in ratios], fontsize=8)
-ax.set_yticks(range(len(pairs)), [f"{row['name']}, {peer}" for _, row, peer in pairs], fontsize=8)
-ax.set(xscale="log", xlabel="time of the other one / time of flashqla", title="Forward (red: flashqla is slower)")
-ax.set_xticks([0.3, 0.5, 0.7, 1, 1.5, 2, 3], ["0.3", "0.5", "0.7", "1", "1.5", "2", "3"])
+names = list(dict.fromkeys(row["name"] for _, row, _ in pairs))  # the row of the closest race first
+fig, ax = plt.subplots(figsize=(9, 0.28 * len(names) + 1))
+for peer in sorted({peer for _, _, peer in pairs}):
+    mine = [(ratio, names.index(row["name"])) for ratio, row, name in pairs if name == peer]
+    ax.plot(*zip(*mine, strict=True), "o", color=COLORS[peer], label=peer)
+for index, name in enumerate(names):
+    closest = next(ratio for ratio, row, _ in pairs if row["name"] == name)
+    ax.text(closest, index, f"{closest:.2f}  ", ha="right", va="center", fontsize=8)
+ax.axvspan(0.5, 1, color="C4", alpha=0.12)
+ax.set_yticks(range(len(names)), names, fontsize=8)
+ax.set(xscale="log", xlim=(0.7, 4), title="Forward (shaded: flashqla is slower)")
+ax.set_xlabel("time of the other one / time of flashqla")
+ax.set_xticks([0.7, 1, 1.5, 2, 3, 4], ["0.7", "1", "1.5", "2", "3", "4"])
 ax.minorticks_off()
 ax.axvline(1, color="0.3")
-ax.margins(x=0.12)
+ax.legend(loc="lower right")
 plt.show()
 
 slower = [(ratio, row, peer) for ratio, row, peer in pairs if ratio < 1]
