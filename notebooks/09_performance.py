@@ -252,7 +252,7 @@ for heads in ("2/8", "8/32", "16/32", "16/64"):
 # %% [markdown]
 # ## 5 Against the others, and where we are slower
 #
-# The same inputs, one run, medians of CUDA-graph replays. A bar to the right of 1 means that the other one needs
+# The same inputs, one run, medians of CUDA-graph replays. A dot to the right of 1 means that the other one needs
 # longer.
 
 # %%
