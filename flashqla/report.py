@@ -29,6 +29,7 @@ RESULTS, FIGURES = pathlib.Path("notebooks", "results", "h200"), pathlib.Path("n
 BEGIN = "<!-- results: made by python -m flashqla report -->"
 END = "<!-- end of results -->"
 KERNELS = ("flashqla/hopper/*.py", "flashqla/hopper/*.cuh")
+NOT_DECODING = (":!flashqla/hopper/recurrent.py", ":!flashqla/hopper/launch_recurrent.py")
 PEERS = {"flash_qla": "flash-qla", "flashinfer": "FlashInfer", "fla": "FLA"}
 TITLES = {"forward": "Forward", "backward": "Backward alone", "step": "Forward and backward"}
 STALE = "**stale**: kernels have changed since"
@@ -127,7 +128,7 @@ def readme_of(root: pathlib.Path) -> str:
 # ---------------------------------------------------------------------------------------------------------------- stale
 
 
-def kernels_changed(root: pathlib.Path, commit: str, date: str) -> bool:
+def kernels_changed(root: pathlib.Path, commit: str, date: str, kernels: Sequence[str] = KERNELS) -> bool:
     """Whether the kernels differ from those of a commit, or, where git does not know it, are younger than a date."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
@@ -138,14 +139,15 @@ def kernels_changed(root: pathlib.Path, commit: str, date: str) -> bool:
     if commit.endswith("+dirty"):
         return True  # nobody can say what was measured
     if not git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
-        return git("diff", "--quiet", commit, "--", *KERNELS).returncode != 0
-    changed = git("log", "-1", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%cd", "--", *KERNELS).stdout.strip()
+        return git("diff", "--quiet", commit, "--", *kernels).returncode != 0
+    changed = git("log", "-1", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%cd", "--", *kernels).stdout.strip()
     return changed > date
 
 
 def is_stale(root: pathlib.Path, one: Evidence) -> bool:
     """Whether some of it was measured on other kernels than those in the checkout."""
-    return any(kernels_changed(root, commit, one.env["date"]) for commit in one.commits)
+    kernels = KERNELS + NOT_DECODING if one.is_bench else KERNELS
+    return any(kernels_changed(root, commit, one.env["date"], kernels) for commit in one.commits)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

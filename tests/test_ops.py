@@ -22,7 +22,7 @@ def arguments_of(
     if v_first and state is not None:
         state = state.mT.contiguous()
     operands = [made.q, made.k, made.v, made.g, made.beta, *parameters, state, made.cu_seqlens, None]
-    return [*operands, 0.25, final, v_first, inside, inside, inside, inside, form, "reference", 0, -1, -10.0]
+    return [*operands, 0.25, final, v_first, inside, inside, inside, inside, form, "reference", 0, -1, 0, -1, -10.0]
 
 
 CASES = {

@@ -170,7 +170,7 @@ def arguments_of(made, pool, **changes):
     values = {"state_indices": torch.tensor([3, -1, 7, 0, 2]), "has_initial_state": torch.tensor([True] * 5)}
     values |= {"out": None, "states": None, "states_every": 0, "inplace_final_state": True} | changes
     operands = [made.q, made.k, made.v, made.g, made.beta, None, None, pool, made.cu_seqlens, None]
-    options = [0.25, True, *[False] * 5, "recurrent", "reference", 0, -1, None]
+    options = [0.25, True, *[False] * 5, "recurrent", "reference", 0, -1, 0, -1, None]
     return [*operands, *options, *values.values()]
 
 

@@ -216,9 +216,6 @@ def build(dtype: str = "bfloat16", head_dim_k: int = 128, head_dim_v: int = 128,
             length = T.alloc_var(i32)
             slot = T.alloc_var(i32)
             i_v = T.alloc_var(i32)
-            # The next of these kernels may be launched meanwhile; it waits here until this one has written everything.
-            T.pdl_trigger()
-            T.pdl_sync()
             head_of_block(block, H, HV, blocks, 1, i_n, i_h, i_k, i_v)
             slot = i_n
             if flags & HAS_INDICES != 0:
