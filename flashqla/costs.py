@@ -97,6 +97,14 @@ def candidates(works: Sequence[Work]) -> list[Cut]:
     return [Cut(columns, chunks) for chunks in dict.fromkeys([0, *lengths]) for columns in blocks]
 
 
+def _allowed(works: Sequence[Work], fixed: Fixed, must_cut: bool) -> list[Cut]:
+    """The candidates that agree with what is fixed; without whole sequences if something must be cut."""
+    cuts = candidates(works)
+    if fixed.segment_chunks is not None:
+        cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
+    return [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
+
+
 def cheapest(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool) -> Cut | None:
     """The cut of the least mean cost over what a call may be; whole sequences unless another is `WORTH_IT`.
 
@@ -107,10 +115,7 @@ def cheapest(works: Sequence[Work], sm_count: int, fixed: Fixed, must_cut: bool)
     Returns:
         None where there is nothing to choose from.
     """
-    cuts = candidates(works)
-    if fixed.segment_chunks is not None:
-        cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
-    cuts = [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
+    cuts = _allowed(works, fixed, must_cut)
     whole = [(mean_cost(works, cut, sm_count), cut) for cut in cuts if not cut.segment_chunks]
     best = None
     limit = WORTH_IT * min(whole)[0] if whole else float("inf")
@@ -129,10 +134,7 @@ def cheapest_backward(works: Sequence[Work], sm_count: int, fixed: Fixed, must_c
     Thread blocks of heads that do not decay walk whole sequences, as they do uncut. So that such heads lose next to
     nothing, every block must have a multiprocessor, and even then the more of these are busy the slower each is.
     """
-    cuts = candidates(works)
-    if fixed.segment_chunks is not None:
-        cuts = [Cut(columns, fixed.segment_chunks) for columns in dict.fromkeys(cut.block_dv for cut in cuts)]
-    cuts = [cut for cut in cuts if fixed.block_dv in (None, cut.block_dv) and (cut.segment_chunks or not must_cut)]
+    cuts = _allowed(works, fixed, must_cut)
     whole = min(((_chains(works, cut, sm_count), cut) for cut in cuts if not cut.segment_chunks), default=None)
     parts = [cut for cut in cuts if cut.segment_chunks]
     if whole:
